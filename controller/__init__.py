@@ -1,0 +1,1 @@
+"""ACTS: owns time, threads, bytes and the process."""

@@ -1,0 +1,1 @@
+"""The process: configuration, wire, service, metrics, web page, command line."""

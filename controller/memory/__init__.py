@@ -1,0 +1,1 @@
+"""Memory: frame layout, the host slab, the engines' mapped regions."""

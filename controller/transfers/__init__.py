@@ -1,0 +1,1 @@
+"""Transfers: jobs and their states, copy engines, the order of copies."""

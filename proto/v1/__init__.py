@@ -1,0 +1,1 @@
+"""SPEAKS: the wire contract and its generated code (committed, never edited)."""

@@ -1,0 +1,469 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PrefetchPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BEST_EFFORT: _ClassVar[PrefetchPolicy]
+    WAIT_COMPLETE: _ClassVar[PrefetchPolicy]
+    TIMEOUT: _ClassVar[PrefetchPolicy]
+BEST_EFFORT: PrefetchPolicy
+WAIT_COMPLETE: PrefetchPolicy
+TIMEOUT: PrefetchPolicy
+
+class EngineMessage(_message.Message):
+    __slots__ = ("id", "registration", "heartbeat", "lookup_prefix", "prefetch", "wait_prefetch", "cancel_prefetch", "load", "backup", "release_lease")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REGISTRATION_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    WAIT_PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_LEASE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    registration: Registration
+    heartbeat: Heartbeat
+    lookup_prefix: LookupPrefixRequest
+    prefetch: PrefetchRequest
+    wait_prefetch: WaitPrefetchRequest
+    cancel_prefetch: CancelPrefetchRequest
+    load: LoadRequest
+    backup: BackupRequest
+    release_lease: ReleaseLeaseRequest
+    def __init__(self, id: _Optional[int] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lookup_prefix: _Optional[_Union[LookupPrefixRequest, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchRequest, _Mapping]] = ..., wait_prefetch: _Optional[_Union[WaitPrefetchRequest, _Mapping]] = ..., cancel_prefetch: _Optional[_Union[CancelPrefetchRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., backup: _Optional[_Union[BackupRequest, _Mapping]] = ..., release_lease: _Optional[_Union[ReleaseLeaseRequest, _Mapping]] = ...) -> None: ...
+
+class DaemonMessage(_message.Message):
+    __slots__ = ("id", "registered", "heartbeat", "lookup_prefix", "prefetch", "wait_prefetch", "cancel_prefetch", "load", "backup", "release_lease", "error")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    WAIT_PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_LEASE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    registered: Registered
+    heartbeat: Heartbeat
+    lookup_prefix: LookupPrefixReply
+    prefetch: PrefetchReply
+    wait_prefetch: PrefetchProgress
+    cancel_prefetch: PrefetchProgress
+    load: LoadReply
+    backup: BackupReply
+    release_lease: ReleaseLeaseReply
+    error: Error
+    def __init__(self, id: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lookup_prefix: _Optional[_Union[LookupPrefixReply, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchReply, _Mapping]] = ..., wait_prefetch: _Optional[_Union[PrefetchProgress, _Mapping]] = ..., cancel_prefetch: _Optional[_Union[PrefetchProgress, _Mapping]] = ..., load: _Optional[_Union[LoadReply, _Mapping]] = ..., backup: _Optional[_Union[BackupReply, _Mapping]] = ..., release_lease: _Optional[_Union[ReleaseLeaseReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Registration(_message.Message):
+    __slots__ = ("engine_id", "model", "revision", "regions", "layout")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    model: str
+    revision: str
+    regions: _containers.RepeatedCompositeFieldContainer[Region]
+    layout: Layout
+    def __init__(self, engine_id: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
+
+class Registered(_message.Message):
+    __slots__ = ("boot_id", "daemon_pid", "heartbeat_interval_s", "layout_fingerprint")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    DAEMON_PID_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    daemon_pid: int
+    heartbeat_interval_s: float
+    layout_fingerprint: bytes
+    def __init__(self, boot_id: _Optional[str] = ..., daemon_pid: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
+
+class Region(_message.Message):
+    __slots__ = ("ticket", "nbytes")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    nbytes: int
+    def __init__(self, ticket: _Optional[bytes] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class Layout(_message.Message):
+    __slots__ = ("page_size", "components", "pools")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    components: _containers.RepeatedCompositeFieldContainer[Component]
+    pools: _containers.RepeatedCompositeFieldContainer[Pool]
+    def __init__(self, page_size: _Optional[int] = ..., components: _Optional[_Iterable[_Union[Component, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ...) -> None: ...
+
+class Component(_message.Message):
+    __slots__ = ("name", "kind", "tokens")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Component.Kind]
+        FULL: _ClassVar[Component.Kind]
+        SWA: _ClassVar[Component.Kind]
+        MAMBA: _ClassVar[Component.Kind]
+        CHUNKED: _ClassVar[Component.Kind]
+    KIND_UNSPECIFIED: Component.Kind
+    FULL: Component.Kind
+    SWA: Component.Kind
+    MAMBA: Component.Kind
+    CHUNKED: Component.Kind
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: Component.Kind
+    tokens: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[Component.Kind, str]] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Pool(_message.Message):
+    __slots__ = ("name", "component", "n_slots", "planes", "format")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    COMPONENT_FIELD_NUMBER: _ClassVar[int]
+    N_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    PLANES_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    component: str
+    n_slots: int
+    planes: _containers.RepeatedCompositeFieldContainer[Plane]
+    format: str
+    def __init__(self, name: _Optional[str] = ..., component: _Optional[str] = ..., n_slots: _Optional[int] = ..., planes: _Optional[_Iterable[_Union[Plane, _Mapping]]] = ..., format: _Optional[str] = ...) -> None: ...
+
+class Plane(_message.Message):
+    __slots__ = ("region", "offset", "stride", "nbytes", "layer")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    region: int
+    offset: int
+    stride: int
+    nbytes: int
+    layer: int
+    def __init__(self, region: _Optional[int] = ..., offset: _Optional[int] = ..., stride: _Optional[int] = ..., nbytes: _Optional[int] = ..., layer: _Optional[int] = ...) -> None: ...
+
+class Prompt(_message.Message):
+    __slots__ = ("engine_id", "boot_id", "request_id", "adapter", "salt", "tokens")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    boot_id: str
+    request_id: str
+    adapter: str
+    salt: str
+    tokens: bytes
+    def __init__(self, engine_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+
+class ComponentPages(_message.Message):
+    __slots__ = ("component", "pages")
+    COMPONENT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    component: str
+    pages: bytes
+    def __init__(self, component: _Optional[str] = ..., pages: _Optional[bytes] = ...) -> None: ...
+
+class ComponentSlots(_message.Message):
+    __slots__ = ("component", "pages", "slots")
+    COMPONENT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    component: str
+    pages: bytes
+    slots: bytes
+    def __init__(self, component: _Optional[str] = ..., pages: _Optional[bytes] = ..., slots: _Optional[bytes] = ...) -> None: ...
+
+class ComponentResidency(_message.Message):
+    __slots__ = ("component", "resident")
+    COMPONENT_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    component: str
+    resident: bytes
+    def __init__(self, component: _Optional[str] = ..., resident: _Optional[bytes] = ...) -> None: ...
+
+class LookupPrefixRequest(_message.Message):
+    __slots__ = ("prompt", "device", "limit_pages")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_PAGES_FIELD_NUMBER: _ClassVar[int]
+    prompt: Prompt
+    device: _containers.RepeatedCompositeFieldContainer[ComponentResidency]
+    limit_pages: int
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., device: _Optional[_Iterable[_Union[ComponentResidency, _Mapping]]] = ..., limit_pages: _Optional[int] = ...) -> None: ...
+
+class LookupPrefixReply(_message.Message):
+    __slots__ = ("lease_id", "boundary", "load", "storage_boundary", "matched_pages", "branching_boundary", "lease_s")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    BRANCHING_BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    boundary: int
+    load: _containers.RepeatedCompositeFieldContainer[ComponentPages]
+    storage_boundary: int
+    matched_pages: int
+    branching_boundary: int
+    lease_s: float
+    def __init__(self, lease_id: _Optional[str] = ..., boundary: _Optional[int] = ..., load: _Optional[_Iterable[_Union[ComponentPages, _Mapping]]] = ..., storage_boundary: _Optional[int] = ..., matched_pages: _Optional[int] = ..., branching_boundary: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("prompt", "device", "limit_pages", "policy", "timeout_s")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_PAGES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    prompt: Prompt
+    device: _containers.RepeatedCompositeFieldContainer[ComponentResidency]
+    limit_pages: int
+    policy: PrefetchPolicy
+    timeout_s: float
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., device: _Optional[_Iterable[_Union[ComponentResidency, _Mapping]]] = ..., limit_pages: _Optional[int] = ..., policy: _Optional[_Union[PrefetchPolicy, str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class PrefetchReply(_message.Message):
+    __slots__ = ("prefetch_id",)
+    PREFETCH_ID_FIELD_NUMBER: _ClassVar[int]
+    prefetch_id: str
+    def __init__(self, prefetch_id: _Optional[str] = ...) -> None: ...
+
+class WaitPrefetchRequest(_message.Message):
+    __slots__ = ("engine_id", "boot_id", "prefetch_id")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_ID_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    boot_id: str
+    prefetch_id: str
+    def __init__(self, engine_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., prefetch_id: _Optional[str] = ...) -> None: ...
+
+class CancelPrefetchRequest(_message.Message):
+    __slots__ = ("engine_id", "boot_id", "prefetch_id")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_ID_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    boot_id: str
+    prefetch_id: str
+    def __init__(self, engine_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., prefetch_id: _Optional[str] = ...) -> None: ...
+
+class PrefetchProgress(_message.Message):
+    __slots__ = ("state", "boundary", "storage_boundary", "arrived_pages", "wanted_pages", "reason")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[PrefetchProgress.State]
+        PLANNING: _ClassVar[PrefetchProgress.State]
+        READING: _ClassVar[PrefetchProgress.State]
+        DONE: _ClassVar[PrefetchProgress.State]
+        CANCELLED: _ClassVar[PrefetchProgress.State]
+        FAILED: _ClassVar[PrefetchProgress.State]
+    STATE_UNSPECIFIED: PrefetchProgress.State
+    PLANNING: PrefetchProgress.State
+    READING: PrefetchProgress.State
+    DONE: PrefetchProgress.State
+    CANCELLED: PrefetchProgress.State
+    FAILED: PrefetchProgress.State
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    WANTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    state: PrefetchProgress.State
+    boundary: int
+    storage_boundary: int
+    arrived_pages: int
+    wanted_pages: int
+    reason: str
+    def __init__(self, state: _Optional[_Union[PrefetchProgress.State, str]] = ..., boundary: _Optional[int] = ..., storage_boundary: _Optional[int] = ..., arrived_pages: _Optional[int] = ..., wanted_pages: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ("engine_id", "boot_id", "lease_id", "components")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    boot_id: str
+    lease_id: str
+    components: _containers.RepeatedCompositeFieldContainer[ComponentSlots]
+    def __init__(self, engine_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., components: _Optional[_Iterable[_Union[ComponentSlots, _Mapping]]] = ...) -> None: ...
+
+class LoadReply(_message.Message):
+    __slots__ = ("nbytes",)
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    nbytes: int
+    def __init__(self, nbytes: _Optional[int] = ...) -> None: ...
+
+class BackupRequest(_message.Message):
+    __slots__ = ("prompt", "components")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    prompt: Prompt
+    components: _containers.RepeatedCompositeFieldContainer[ComponentSlots]
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., components: _Optional[_Iterable[_Union[ComponentSlots, _Mapping]]] = ...) -> None: ...
+
+class BackupReply(_message.Message):
+    __slots__ = ("outcomes",)
+    class Outcome(_message.Message):
+        __slots__ = ("component", "stored_pages", "present_pages", "refused_pages", "reason")
+        COMPONENT_FIELD_NUMBER: _ClassVar[int]
+        STORED_PAGES_FIELD_NUMBER: _ClassVar[int]
+        PRESENT_PAGES_FIELD_NUMBER: _ClassVar[int]
+        REFUSED_PAGES_FIELD_NUMBER: _ClassVar[int]
+        REASON_FIELD_NUMBER: _ClassVar[int]
+        component: str
+        stored_pages: int
+        present_pages: int
+        refused_pages: int
+        reason: str
+        def __init__(self, component: _Optional[str] = ..., stored_pages: _Optional[int] = ..., present_pages: _Optional[int] = ..., refused_pages: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedCompositeFieldContainer[BackupReply.Outcome]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[BackupReply.Outcome, _Mapping]]] = ...) -> None: ...
+
+class ReleaseLeaseRequest(_message.Message):
+    __slots__ = ("engine_id", "boot_id", "lease_id")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    boot_id: str
+    lease_id: str
+    def __init__(self, engine_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., lease_id: _Optional[str] = ...) -> None: ...
+
+class ReleaseLeaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("version", "boot_id", "uptime_s", "ready", "problems", "engines", "pools", "backends", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    boot_id: str
+    uptime_s: float
+    ready: bool
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    engines: _containers.RepeatedCompositeFieldContainer[EngineStatus]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
+    backends: _containers.RepeatedCompositeFieldContainer[BackendStatus]
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[str] = ..., boot_id: _Optional[str] = ..., uptime_s: _Optional[float] = ..., ready: bool = ..., problems: _Optional[_Iterable[str]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[BackendStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class EngineStatus(_message.Message):
+    __slots__ = ("engine_id", "model", "attached_s", "leases", "jobs")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_S_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    model: str
+    attached_s: float
+    leases: int
+    jobs: int
+    def __init__(self, engine_id: _Optional[str] = ..., model: _Optional[str] = ..., attached_s: _Optional[float] = ..., leases: _Optional[int] = ..., jobs: _Optional[int] = ...) -> None: ...
+
+class PoolStatus(_message.Message):
+    __slots__ = ("model", "component", "frame_bytes", "resident_pages", "inbound_pages", "pinned_pages", "stored_pages")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    COMPONENT_FIELD_NUMBER: _ClassVar[int]
+    FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_PAGES_FIELD_NUMBER: _ClassVar[int]
+    INBOUND_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    STORED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    component: str
+    frame_bytes: int
+    resident_pages: int
+    inbound_pages: int
+    pinned_pages: int
+    stored_pages: int
+    def __init__(self, model: _Optional[str] = ..., component: _Optional[str] = ..., frame_bytes: _Optional[int] = ..., resident_pages: _Optional[int] = ..., inbound_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., stored_pages: _Optional[int] = ...) -> None: ...
+
+class BackendStatus(_message.Message):
+    __slots__ = ("name", "kind", "healthy", "problem", "n_objects", "used_bytes", "capacity_bytes", "queued_writes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    HEALTHY_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    N_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_WRITES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: str
+    healthy: bool
+    problem: str
+    n_objects: int
+    used_bytes: int
+    capacity_bytes: int
+    queued_writes: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., problem: _Optional[str] = ..., n_objects: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., queued_writes: _Optional[int] = ...) -> None: ...
+
+class FlushRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushReply(_message.Message):
+    __slots__ = ("dropped_pages", "kept_pages")
+    DROPPED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_PAGES_FIELD_NUMBER: _ClassVar[int]
+    dropped_pages: int
+    kept_pages: int
+    def __init__(self, dropped_pages: _Optional[int] = ..., kept_pages: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""STORES opaque key -> frame bytes. Knows no other part of HiCache."""
