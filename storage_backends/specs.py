@@ -12,7 +12,11 @@ from msgspec import Meta, Struct
 from storage_backends.base import StorageBackend
 
 
-class FileSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="file", tag_field="kind"):
+class Spec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    """Base of all: frozen, by keyword, unknown keys refused; `kind` in YAML says which."""
+
+
+class FileSpec(Spec, frozen=True, kw_only=True, tag="file"):
     """A local directory: the embedded default."""
 
     path: str
@@ -21,7 +25,7 @@ class FileSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
     """Most bytes of objects kept; the least recently used go first."""
 
 
-class MemorySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="memory", tag_field="kind"):
+class MemorySpec(Spec, frozen=True, kw_only=True, tag="memory"):
     """A dictionary in the worker process: the reference, for tests and demos."""
 
     capacity_bytes: Annotated[int, Meta(ge=1 << 10)] = 1 << 30

@@ -54,7 +54,7 @@ def page_hashes(previous: bytes, tokens: TokenArray, page_size: int) -> HashArra
     it (`previous` for the first: a page hash, or a namespace's seed) and the page's packed int32 bytes.
     A tail shorter than a page is left out."""
     n_pages = len(tokens) // page_size
-    packed = memoryview(np.ascontiguousarray(tokens, dtype="<i4")).cast("B")
+    packed = np.ascontiguousarray(tokens, dtype="<i4").view(np.uint8).data
     width = 4 * page_size
     sha256, digest, out = hashlib.sha256, previous, bytearray()
     for start in range(0, n_pages * width, width):

@@ -182,7 +182,7 @@ class Layout:
                 )
 
     def _validate_overlap(self) -> None:
-        """Interleaved planes (equal stride, disjoint phases) may share a span; any other overlap is an error."""
+        """Interleaved planes (equal stride, disjoint phases) may share a span; other overlaps are errors."""
         spans: dict[int, list[tuple[int, int, str, Plane]]] = {}
         for pool in self.pools:
             for plane in pool.planes:

@@ -52,7 +52,7 @@ def token_array(tokens: bytes | memoryview | NDArray[np.generic]) -> TokenArray:
     """
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"tokens: need a one-dimensional integer array, got {tokens.dtype}{tokens.shape}")
+            raise ValueError(f"tokens: need a flat integer array, got {tokens.dtype} {tokens.shape}")
         if tokens.dtype == np.int32:
             return np.ascontiguousarray(tokens)
         if tokens.size and (int(tokens.max()) > 0x7FFFFFFF or int(tokens.min()) < -0x80000000):
