@@ -376,7 +376,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "boot_id", "uptime_s", "ready", "problems", "engines", "pools", "backends", "counters")
+    __slots__ = ("version", "boot_id", "uptime_s", "ready", "problems", "engines", "pools", "backends", "counters", "host_used_bytes", "host_capacity_bytes", "progress")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +393,9 @@ class StatusReply(_message.Message):
     POOLS_FIELD_NUMBER: _ClassVar[int]
     BACKENDS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    HOST_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     version: str
     boot_id: str
     uptime_s: float
@@ -402,7 +405,10 @@ class StatusReply(_message.Message):
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
     backends: _containers.RepeatedCompositeFieldContainer[BackendStatus]
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, version: _Optional[str] = ..., boot_id: _Optional[str] = ..., uptime_s: _Optional[float] = ..., ready: bool = ..., problems: _Optional[_Iterable[str]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[BackendStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    host_used_bytes: int
+    host_capacity_bytes: int
+    progress: str
+    def __init__(self, version: _Optional[str] = ..., boot_id: _Optional[str] = ..., uptime_s: _Optional[float] = ..., ready: bool = ..., problems: _Optional[_Iterable[str]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[BackendStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., host_used_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., progress: _Optional[str] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
     __slots__ = ("engine_id", "model", "attached_s", "leases", "jobs")
