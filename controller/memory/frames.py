@@ -1,0 +1,176 @@
+"""Frames: how one page's payload of one component stands in host memory and in storage.
+
+Decides the order of planes in a frame, what its header binds and how a damaged or foreign frame is
+recognised. Writes headers and reads frames; never moves payload, never decides what a bad frame costs.
+
+A frame is a header of 128 bytes, then the planes without gaps: the anchor's, then each sidecar's, in the
+order of the layout. The header, little endian:
+
+    0  checksum      16   xxh3-128 (canonical, big endian) of every byte after it: header and payload
+    16 magic          8   b"HICACHE\\0"
+    24 version        4
+    28 page           4   number of the page from the start of its prompt
+    32 payload_bytes  8
+    40 identity      16   of layout and component
+    56 page_hash     32
+    88 zero          40
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from controller.memory.slab import slot_bytes_of
+from controller.requests import MappedRegion
+from hicache.core.identity import HASH_BYTES, framed
+from hicache.core.layout import Layout, Plane
+from hicache.core.words import BoolArray, HashArray, PageArray, SlotArray
+
+HEADER_BYTES = 128
+CHECKSUM_BYTES = 16
+MAGIC = b"HICACHE\0"
+VERSION = 1
+
+HEADER = np.dtype(
+    [
+        ("checksum", "V16"),
+        ("magic", "V8"),
+        ("version", "<u4"),
+        ("page", "<u4"),
+        ("payload_bytes", "<u8"),
+        ("identity", "V16"),
+        ("page_hash", "u1", (HASH_BYTES,)),
+        ("zero", "u1", (40,)),
+    ]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PlaneTable:
+    """Pieces of a set of frames: addresses in the engine's memory and in the slab, and sizes; equal
+    lengths, sorted by layer, so that a layer is complete when all pieces up to its last are."""
+
+    device: NDArray[np.uint64]
+    host: NDArray[np.uint64]
+    nbytes: NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Planes that are neighbours in the engine's memory as in the frame: one copy."""
+
+    plane: Plane
+    frame_offset: int
+    nbytes: int
+    layer: int
+
+
+class FrameLayout:
+    """The frame of one component of one layout."""
+
+    def __init__(self, layout: Layout, component: str) -> None:
+        """Raises KeyError for a component that the layout does not have."""
+        pools = layout.pools_of(component)
+        if not pools:
+            raise KeyError(component)
+        self.component = component
+        self.n_slots = pools[0].n_slots
+        self.payload_bytes = sum(pool.page_bytes for pool in pools)
+        self.frame_bytes = HEADER_BYTES + self.payload_bytes
+        self.slot_bytes = slot_bytes_of(self.frame_bytes)
+        self.identity = hashlib.sha256(
+            framed(b"hicache frame 1", layout.fingerprint(), component.encode())
+        ).digest()[:16]
+        pieces = _pieces([plane for pool in pools for plane in pool.planes])
+        self._regions = [piece.plane.region for piece in pieces]
+        self._offsets = np.array([piece.plane.offset for piece in pieces], dtype=np.uint64)
+        self._strides = np.array([piece.plane.stride for piece in pieces], dtype=np.uint64)
+        self._frame_offsets = np.array([piece.frame_offset for piece in pieces], dtype=np.uint64)
+        self._nbytes = np.array([piece.nbytes for piece in pieces], dtype=np.uint64)
+        self._checked = ctypes.c_ubyte * (self.frame_bytes - CHECKSUM_BYTES)
+
+    def table(
+        self, regions: Sequence[MappedRegion], device_slots: SlotArray, host_addresses: NDArray[np.uint64]
+    ) -> PlaneTable:
+        """The pieces of the pages in these device slots and of their frames at these addresses (equal
+        lengths). Raises ValueError for a slot outside the component's slot space or named twice."""
+        slots = np.asarray(device_slots, dtype=np.int64)
+        if len(slots) != len(host_addresses):
+            raise ValueError(f"{self.component}: {len(slots)} slots for {len(host_addresses)} frames")
+        if len(slots) and (int(slots.min()) < 0 or int(slots.max()) >= self.n_slots):
+            raise ValueError(f"{self.component}: a slot is outside [0, {self.n_slots})")
+        if len(np.unique(slots)) != len(slots):
+            raise ValueError(f"{self.component}: a slot is named twice")
+        bases = np.array([regions[region].address for region in self._regions], dtype=np.uint64)
+        device = (bases + self._offsets)[:, None] + self._strides[:, None] * slots.astype(np.uint64)
+        host = self._frame_offsets[:, None] + np.asarray(host_addresses, dtype=np.uint64)
+        return PlaneTable(device.ravel(), host.ravel(), np.repeat(self._nbytes, len(slots)))
+
+    def seal(self, addresses: NDArray[np.uint64], hashes: HashArray, pages: PageArray) -> None:
+        """Write the headers of frames whose payload is complete: which page each is, and its checksum.
+        Nobody may change a payload from here on. Releases the GIL while hashing."""
+        headers = self._headers(hashes, pages)
+        for address, header in zip(addresses.tolist(), headers, strict=True):
+            ctypes.memmove(address, header, HEADER_BYTES)
+            ctypes.memmove(address, self._checksum(address), CHECKSUM_BYTES)
+
+    def verify(self, addresses: NDArray[np.uint64], hashes: HashArray, pages: PageArray) -> BoolArray:
+        """Which of these frames are whole, unchanged since `seal`, and the frames of just these pages of
+        this component and layout. Any flipped bit in header or payload makes a frame false. Reads
+        `frame_bytes` at each address, changes nothing. Releases the GIL while hashing."""
+        expected = self._headers(hashes, pages)
+        good = np.zeros(len(expected), dtype=np.bool_)
+        for i, (address, header) in enumerate(zip(addresses.tolist(), expected, strict=True)):
+            found = ctypes.string_at(address, HEADER_BYTES)
+            same = found[CHECKSUM_BYTES:] == header[CHECKSUM_BYTES:]
+            good[i] = same and found[:CHECKSUM_BYTES] == self._checksum(address)
+        return good
+
+    def _checksum(self, address: int) -> bytes:
+        return xxhash.xxh3_128_digest(self._checked.from_address(address + CHECKSUM_BYTES))
+
+    def _headers(self, hashes: HashArray, pages: PageArray) -> list[bytes]:
+        """Headers without checksums."""
+        if hashes.shape != (len(pages), HASH_BYTES):
+            raise ValueError(f"{self.component}: hashes of shape {hashes.shape} for {len(pages)} pages")
+        headers = np.zeros(len(pages), dtype=HEADER)
+        headers["magic"] = np.void(MAGIC)
+        headers["version"] = VERSION
+        headers["page"] = pages
+        headers["payload_bytes"] = self.payload_bytes
+        headers["identity"] = np.void(self.identity)
+        headers["page_hash"] = hashes
+        packed = headers.tobytes()
+        return [packed[start : start + HEADER_BYTES] for start in range(0, len(packed), HEADER_BYTES)]
+
+
+def _pieces(planes: Sequence[Plane]) -> list[_Piece]:
+    """Planes in frame order, merged where both sides are contiguous, then sorted by layer."""
+    pieces: list[_Piece] = []
+    frame_offset = HEADER_BYTES
+    for plane in planes:
+        last = pieces[-1] if pieces else None
+        if last is not None and _continues(last, plane):
+            pieces[-1] = _Piece(
+                last.plane, last.frame_offset, last.nbytes + plane.nbytes, max(last.layer, plane.layer)
+            )
+        else:
+            pieces.append(_Piece(plane, frame_offset, plane.nbytes, plane.layer))
+        frame_offset += plane.nbytes
+    return sorted(pieces, key=lambda piece: piece.layer)
+
+
+def _continues(piece: _Piece, plane: Plane) -> bool:
+    first = piece.plane
+    return (
+        first.region == plane.region
+        and first.stride == plane.stride
+        and first.offset + piece.nbytes == plane.offset
+    )
