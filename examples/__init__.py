@@ -1,0 +1,1 @@
+"""Programs that use HiCache; nothing here is part of the product."""
