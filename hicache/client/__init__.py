@@ -1,1 +1,33 @@
-"""The engine's side of the wire: shared regions, the Attach stream, deadlines."""
+"""How an engine talks to the daemon: shared L1 memory, one Attach stream, verbs that return at a deadline.
+
+Never raises the daemon's trouble into the engine: what cannot be had in time reads as a miss.
+"""
+
+from hicache.client.client import Client
+from hicache.client.messages import (
+    BackupOutcome,
+    Found,
+    Placement,
+    PrefetchPolicy,
+    PrefetchState,
+    Progress,
+    Prompt,
+)
+from hicache.client.prefetching import Prefetching
+from hicache.client.regions import SharedRegion
+from hicache.client.tickets import Outcome, Ticket
+
+__all__ = [
+    "BackupOutcome",
+    "Client",
+    "Found",
+    "Outcome",
+    "Placement",
+    "PrefetchPolicy",
+    "PrefetchState",
+    "Prefetching",
+    "Progress",
+    "Prompt",
+    "SharedRegion",
+    "Ticket",
+]
