@@ -1,0 +1,248 @@
+"""Models: the index, frame layouts and host memory kept for each model identity, and who gets host room.
+
+Engines of equal identity share one model; it outlives them. All calls run on the event loop, decide
+at once and move no bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from hicache.core.audit import audit
+from hicache.core.tree import Cursor, Index, Reservation
+from numpy.typing import NDArray
+
+from controller.counters import Counters
+from controller.memory.frames import FrameLayout
+from controller.memory.slab import HostArena, HostSlab
+from controller.requests import EngineSpec, PoolStatus, Prompt
+from hicache.core.identity import Namespace
+from hicache.core.layout import Layout
+from hicache.core.words import NO_SLOT, BoolArray, PageArray, Residency, SlotArray, Tier, TokenArray
+
+HOST, STORAGE = Tier.HOST, Tier.STORAGE
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """One component of one model: how its frames look and where they stand in host memory."""
+
+    name: str
+    whole_path: bool
+    frames: FrameLayout
+    arena: HostArena
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Host pages on their way in: each is published or given back when the fill ends."""
+
+    namespace: Namespace
+    tokens: TokenArray
+    placements: Mapping[str, tuple[PageArray, SlotArray]]
+    reservation: Reservation
+    keys: tuple[tuple[str, bytes], ...]
+    ended: asyncio.Future[None]
+
+
+class Model:
+    """Everything kept for one model identity."""
+
+    def __init__(self, name: str, revision: str, layout: Layout, slab: HostSlab) -> None:
+        self.name = name
+        self.revision = revision
+        self.layout = layout
+        self.fingerprint = layout.fingerprint()
+        self.page_size = layout.page_size
+        components = layout.index_components()
+        self.index = Index(layout.page_size, components, (HOST, STORAGE))
+        frames = {spec.name: FrameLayout(layout, spec.name) for spec in layout.components}
+        slab.plan([one.slot_bytes for one in frames.values()])
+        self.shelves = {
+            component.name: Shelf(
+                component.name,
+                component.coverage.whole_path,
+                frames[component.name],
+                slab.arena(frames[component.name].slot_bytes),
+            )
+            for component in components
+        }
+        self.coverages = {component.name: component.coverage for component in components}
+        self._filling: dict[tuple[str, bytes], asyncio.Future[None]] = {}
+
+    def namespace(self, prompt: Prompt) -> Namespace:
+        return Namespace(
+            self.name, self.revision, self.fingerprint, self.page_size, prompt.adapter, prompt.salt
+        )
+
+    def held(self, cursor: Cursor, component: str, n_pages: int) -> NDArray[np.uint8]:
+        """Host residency of the first `n_pages` pages, ABSENT beyond what the index knows."""
+        known = min(n_pages, cursor.n_pages)
+        out = np.zeros(n_pages, dtype=np.uint8)
+        out[:known] = self.index.residency(cursor, component, HOST, 0, known)
+        return out
+
+    # -- fills: who is bringing which pages in -------------------------------------------------------
+
+    def begin_fill(
+        self, namespace: Namespace, tokens: TokenArray, placements: Mapping[str, tuple[PageArray, SlotArray]]
+    ) -> Fill:
+        """Reserve pages (INBOUND). Others find the fill by the hash of its first page of each component."""
+        reservation = self.index.reserve(namespace, tokens, placements, tier=HOST)
+        keys = tuple(
+            (name, self.index.hashes(reservation.cursor, int(pages[0]), int(pages[0]) + 1).tobytes())
+            for name, (pages, _) in placements.items()
+            if len(pages)
+        )
+        fill = Fill(
+            namespace, tokens, placements, reservation, keys, asyncio.get_running_loop().create_future()
+        )
+        self._filling.update(dict.fromkeys(keys, fill.ended))
+        return fill
+
+    def end_fill(self, fill: Fill, good: Mapping[str, BoolArray] | None) -> None:
+        """Make the pages READY whose bytes are good (None: all of them) and give the others back."""
+        if good is None:
+            self.index.publish(fill.reservation)
+        else:
+            self.index.withdraw(fill.reservation)
+            kept = {}
+            for name, (pages, slots) in fill.placements.items():
+                row = np.full(int(pages[-1]) + 1 if len(pages) else 0, NO_SLOT, dtype=np.int32)
+                row[pages[good[name]]] = slots[good[name]]
+                kept[name] = row
+                self.shelves[name].arena.free(slots[~good[name]])
+            depth = max(map(len, kept.values()))
+            kept = {
+                name: np.pad(row, (0, depth - len(row)), constant_values=NO_SLOT)
+                for name, row in kept.items()
+            }
+            if any((row != NO_SLOT).any() for row in kept.values()):
+                self.index.insert(fill.namespace, fill.tokens[: depth * self.page_size], kept, tier=HOST)
+        for key in fill.keys:
+            del self._filling[key]
+        fill.ended.set_result(None)
+
+    def running_fill(self, cursor: Cursor, n_pages: int) -> asyncio.Future[None] | None:
+        """A fill that is bringing in one of the first `n_pages` pages of this path, or None.
+
+        A fill's first page of a component is an ancestor of all its pages, so the first INBOUND page
+        of a path is some fill's first page.
+        """
+        for name in self.shelves:
+            inbound = np.flatnonzero(self.held(cursor, name, n_pages) == Residency.INBOUND)
+            if inbound.size:
+                page = int(inbound[0])
+                return self._filling[name, self.index.hashes(cursor, page, page + 1).tobytes()]
+        return None
+
+    # -- reports -------------------------------------------------------------------------------------
+
+    def audit(self) -> list[str]:
+        arenas = {(name, HOST): shelf.arena for name, shelf in self.shelves.items()}
+        return [f"{self.name}: {violation}" for violation in audit(self.index, arenas)]
+
+    def pools(self) -> Iterator[PoolStatus]:
+        for name, shelf in self.shelves.items():
+            counts = self.index.counts(name)
+            yield PoolStatus(
+                model=self.name,
+                component=name,
+                frame_bytes=shelf.frames.frame_bytes,
+                resident_pages=counts[HOST].ready,
+                inbound_pages=counts[HOST].inbound,
+                pinned_pages=counts[HOST].pinned,
+                stored_pages=counts[STORAGE].ready,
+            )
+
+
+class Engine:
+    """An attached engine: its memory, in its own layout, and its running jobs."""
+
+    def __init__(self, spec: EngineSpec, model: Model, attached_s: float) -> None:
+        self.spec = spec
+        self.model = model
+        self.attached_s = attached_s
+        self.frames = {name: FrameLayout(spec.layout, name) for name in model.shelves}
+        """Where this engine keeps a frame's planes: strides and sizes differ between engines of a model."""
+        self.jobs: set[asyncio.Task[object]] = set()
+        self.leaving = False
+
+
+class HostMemory:
+    """Host room for every model and component out of one byte budget: division follows need."""
+
+    def __init__(self, slab: HostSlab, counters: Counters) -> None:
+        self._slab = slab
+        self._counters = counters
+        self._models: dict[tuple[str, str, bytes], Model] = {}
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._slab.nbytes
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(shelf.arena.used_bytes for model in self.models for shelf in model.shelves.values())
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return tuple(self._models.values())
+
+    def model(self, name: str, revision: str, layout: Layout) -> Model:
+        """The model of this identity, made at first sight. Raises SlabError when a frame cannot fit."""
+        key = (name, revision, layout.fingerprint())
+        found = self._models.get(key)
+        if found is None:
+            found = self._models[key] = Model(name, revision, layout, self._slab)
+        return found
+
+    def take(self, model: Model, component: str, n_pages: int) -> SlotArray:
+        """Up to `n_pages` host slots, evicting on demand: the component's own coldest pages first, and
+        other components' only when it would get nothing. Fewer when the rest is pinned."""
+        shelf = model.shelves[component]
+        short = n_pages - shelf.arena.obtainable()
+        if short > 0:
+            self._evict(model, component, short)
+            if not shelf.arena.obtainable():
+                self._evict_others(model, component)
+        slots = shelf.arena.alloc(min(n_pages, shelf.arena.obtainable()))
+        assert slots is not None, "an arena gives what it says is obtainable"
+        return slots
+
+    def give_back(self, model: Model, freed: Mapping[str, SlotArray]) -> None:
+        for name, slots in freed.items():
+            model.shelves[name].arena.free(slots)
+
+    def flush(self) -> tuple[int, int]:
+        """Drop every host page that nothing holds; returns pages dropped and pages kept."""
+        dropped = kept = 0
+        for model in self.models:
+            eviction = model.index.drop(HOST)
+            self.give_back(model, eviction.freed)
+            dropped += sum(map(len, eviction.freed.values()))
+            for name in model.shelves:
+                counts = model.index.counts(name)[HOST]
+                kept += counts.ready + counts.inbound
+        return dropped, kept
+
+    def _evict(self, model: Model, component: str, n_pages: int) -> int:
+        eviction = model.index.evict(component, HOST, n_pages)
+        self.give_back(model, eviction.freed)
+        self._counters.host_evicted_pages += sum(map(len, eviction.freed.values()))
+        return eviction.n_freed
+
+    def _evict_others(self, model: Model, component: str) -> None:
+        """Free one extent's worth at a time, from whoever holds most, until the component can have a slot."""
+        wanted = model.shelves[component].arena
+        others = [
+            (one, name) for one in self.models for name in one.shelves if (one, name) != (model, component)
+        ]
+        while others and not wanted.obtainable():
+            others.sort(key=lambda other: other[0].shelves[other[1]].arena.used_bytes)
+            owner, name = others[-1]
+            if not self._evict(owner, name, owner.shelves[name].arena.slots_per_extent):
+                others.pop()
