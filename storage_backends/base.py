@@ -38,6 +38,10 @@ class Item:
     offset: int
     nbytes: int
 
+    def lies_in(self, buffer_bytes: int) -> bool:
+        """Whether the range is inside a buffer of that length; a backend answers FAILED where it is not."""
+        return self.offset >= 0 and self.nbytes >= 0 and self.offset + self.nbytes <= buffer_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
