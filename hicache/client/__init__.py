@@ -7,6 +7,7 @@ from hicache.client.client import Client
 from hicache.client.messages import (
     BackupOutcome,
     Found,
+    Lease,
     Placement,
     PrefetchPolicy,
     PrefetchState,
@@ -21,6 +22,7 @@ __all__ = [
     "BackupOutcome",
     "Client",
     "Found",
+    "Lease",
     "Outcome",
     "Placement",
     "PrefetchPolicy",

@@ -20,7 +20,7 @@ from hicache.client import wire
 from hicache.client.connection import Connection
 from hicache.client.daemon_process import DaemonProcess
 from hicache.client.handover import hand_over
-from hicache.client.messages import Found, Placement, PrefetchPolicy, Prompt
+from hicache.client.messages import Found, Lease, Placement, PrefetchPolicy, Prompt
 from hicache.client.prefetching import Prefetching
 from hicache.client.regions import SharedRegion
 from hicache.client.tickets import Ticket
@@ -86,6 +86,7 @@ class Client:
         self._attached = threading.Event()
         self._closing = threading.Event()
         self._epoch = 0
+        self._attachments = 0
         self._problem = "the daemon has not answered yet"
         self._thread = threading.Thread(target=self._keep_attached, name="hicache-client", daemon=True)
         self._thread.start()
@@ -135,30 +136,32 @@ class Client:
             return None
         if not call.wait(timeout_s):
             connection.late()
-            call.then(lambda reply: self._release_lease_of(connection, reply))
+            call.then(lambda reply: _release_found(connection, reply))
             return None
         reply = call.reply
         if reply is None or not reply.HasField("lookup_prefix"):
             return None
-        return wire.found_from(reply.lookup_prefix)
+        return wire.found_from(reply.lookup_prefix, connection.attachment)
 
-    def start_load(self, lease_id: str, placements: Mapping[str, Placement]) -> Ticket:
+    def start_load(self, lease: Lease, placements: Mapping[str, Placement]) -> Ticket:
         """Ask for host frames to be copied into the engine's slots, all or none. The slots belong to the
         transfer until the ticket is settled."""
-        message = pb.EngineMessage(
-            load=pb.LoadRequest(lease_id=lease_id, components=wire.placement_messages(placements))
-        )
-        return self._transfer(message)
+        connection = self._connection
+        if connection is None or connection.attachment != lease.attachment:
+            return Ticket(None, None)
+        load = pb.LoadRequest(lease_id=lease.lease_id, components=wire.placement_messages(placements))
+        return _transfer(connection, pb.EngineMessage(load=load))
 
     def start_backup(self, prompt: Prompt, placements: Mapping[str, Placement]) -> Ticket:
         """Ask for the engine's slots to be copied to host memory, and on by the daemon's policy. The
         slots must not change until the ticket is settled."""
-        message = pb.EngineMessage(
-            backup=pb.BackupRequest(
-                prompt=wire.prompt_message(prompt), components=wire.placement_messages(placements)
-            )
+        connection = self._connection
+        if connection is None:
+            return Ticket(None, None)
+        backup = pb.BackupRequest(
+            prompt=wire.prompt_message(prompt), components=wire.placement_messages(placements)
         )
-        return self._transfer(message)
+        return _transfer(connection, pb.EngineMessage(backup=backup))
 
     def prefetch(
         self,
@@ -189,14 +192,14 @@ class Client:
         )
         if before is None or started is None:
             return None
-        before.then(lambda reply: self._release_lease_of(connection, reply))
+        before.then(lambda reply: _release_found(connection, reply))
         return Prefetching(connection, started, before)
 
-    def release(self, lease_id: str) -> None:
-        """Give up a lease. Does not wait; a lease dies with its daemon anyway."""
+    def release(self, lease: Lease) -> None:
+        """Give up a lease. Does not wait; a lease of an earlier attachment has ended already."""
         connection = self._connection
-        if connection is not None and lease_id:
-            _release(connection, lease_id)
+        if connection is not None and connection.attachment == lease.attachment:
+            _release(connection, lease.lease_id)
 
     def close(self) -> None:
         """Detach and end the background thread. Calls in flight end unanswered; a ticket that was not
@@ -215,15 +218,6 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _transfer(self, message: pb.EngineMessage) -> Ticket:
-        connection = self._connection
-        call = None if connection is None else connection.send(message)
-        return Ticket(call, connection if call is not None else None)
-
-    def _release_lease_of(self, connection: Connection, reply: pb.DaemonMessage | None) -> None:
-        if reply is not None and reply.HasField("lookup_prefix") and reply.lookup_prefix.lease_id:
-            _release(connection, reply.lookup_prefix.lease_id)
 
     # ---- the background thread ----
 
@@ -258,7 +252,8 @@ class Client:
             layout=layout,
             regions=[(t, region.nbytes) for t, region in zip(tickets, self._regions, strict=True)],
         )
-        connection = Connection(registration, daemon, silence_s=self._silence_s)
+        self._attachments += 1
+        connection = Connection(registration, daemon, attachment=self._attachments, silence_s=self._silence_s)
         try:
             with grpc.insecure_channel(f"unix:{self._socket}", options=_CHANNEL_OPTIONS) as channel:
                 self._follow(self._open(channel, connection), connection)
@@ -347,8 +342,19 @@ def _lookup_message(prompt: Prompt, device: Mapping[str, BoolArray], limit_pages
     )
 
 
+def _transfer(connection: Connection, message: pb.EngineMessage) -> Ticket:
+    call = connection.send(message)
+    return Ticket(call, connection if call is not None else None)
+
+
 def _release(connection: Connection, lease_id: str) -> None:
     connection.send(pb.EngineMessage(release_lease=pb.ReleaseLeaseRequest(lease_id=lease_id)))
+
+
+def _release_found(connection: Connection, reply: pb.DaemonMessage | None) -> None:
+    """Nobody waits for this lookup's answer any more: its lease must not stay."""
+    if reply is not None and reply.HasField("lookup_prefix") and reply.lookup_prefix.lease_id:
+        _release(connection, reply.lookup_prefix.lease_id)
 
 
 def _socket_path(address: str) -> str:

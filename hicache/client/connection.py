@@ -64,9 +64,13 @@ class Call:
 class Connection:
     """The engine's end of one Attach stream, from its registration to its end."""
 
-    def __init__(self, registration: pb.Registration, daemon: DaemonProcess, *, silence_s: float) -> None:
-        """`silence_s`: longest time without a word from the daemon before `expired` says so."""
+    def __init__(
+        self, registration: pb.Registration, daemon: DaemonProcess, *, attachment: int, silence_s: float
+    ) -> None:
+        """`attachment`: its number among this engine's. `silence_s`: longest time without a word from the
+        daemon before `expired` says so."""
         self.daemon = daemon
+        self.attachment = attachment
         self.serial = 0
         """Which of the daemon's accepted attachments this is; 0 before it is accepted."""
         self._silence_s = silence_s

@@ -31,11 +31,19 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class Lease:
+    """Pages held in host memory for the engine. It ends with the attachment under which it was given."""
+
+    lease_id: str
+    attachment: int
+
+
+@dataclass(frozen=True)
 class Found:
     """What a lookup found."""
 
-    lease_id: str
-    """Holds the pages of `load` in host memory; empty when nothing needs loading. Release it."""
+    lease: Lease | None
+    """Holds the pages of `load` in host memory; None when nothing needs loading. Release it."""
     boundary: int
     """Pages; joint over L1, as the lookup described it, and L2."""
     load: Mapping[str, PageArray]

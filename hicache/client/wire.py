@@ -9,6 +9,7 @@ import numpy as np
 from hicache.client.messages import (
     BackupOutcome,
     Found,
+    Lease,
     Placement,
     PrefetchPolicy,
     PrefetchState,
@@ -118,9 +119,9 @@ def policy_value(policy: PrefetchPolicy) -> pb.PrefetchPolicy:
     return _POLICIES[policy]
 
 
-def found_from(reply: pb.LookupPrefixReply) -> Found:
+def found_from(reply: pb.LookupPrefixReply, attachment: int) -> Found:
     return Found(
-        lease_id=reply.lease_id,
+        lease=Lease(reply.lease_id, attachment) if reply.lease_id else None,
         boundary=reply.boundary,
         load={entry.component: np.frombuffer(entry.pages, dtype="<i4") for entry in reply.load},
         storage_boundary=reply.storage_boundary,

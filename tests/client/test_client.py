@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from fake_daemon import ANSWERS, FakeDaemon, FakeProcess
 
-from hicache.client import Client, Outcome, Placement, PrefetchPolicy, PrefetchState, Prompt
+from hicache.client import Client, Lease, Outcome, Placement, PrefetchPolicy, PrefetchState, Prompt
 from hicache.core.layout import LayoutError
 from proto.v1 import hicache_pb2 as pb
 
 PROMPT = Prompt("r1", np.arange(12, dtype=np.int32), adapter="a", salt="s")
 PAGES = {"full": Placement(np.arange(2, dtype=np.int32), np.array([5, 3], np.int32))}
+LEASE = Lease("l", 1)
 SOON_S = 20.0
 
 Connect = Callable[..., Client]
@@ -74,12 +75,8 @@ def test_a_lookup_says_what_it_asks_and_gives_what_was_answered(daemon: FakeDaem
     device = {"full": np.array([True, False, True]), "swa": np.zeros(0, bool)}
     found = client.lookup(PROMPT, device=device, limit_pages=2, timeout_s=SOON_S)
     assert found is not None
-    assert (found.lease_id, found.boundary, found.storage_boundary, found.branching_boundary) == (
-        "l",
-        3,
-        5,
-        4,
-    )
+    assert found.lease == LEASE
+    assert (found.boundary, found.storage_boundary, found.branching_boundary) == (3, 5, 4)
     assert found.load["full"].tolist() == [1, 2]
     asked = daemon.seen("lookup_prefix").lookup_prefix
     assert (asked.prompt.request_id, asked.prompt.adapter, asked.prompt.salt) == ("r1", "a", "s")
@@ -98,7 +95,7 @@ def test_transfers_end_with_what_the_daemon_says(daemon: FakeDaemon, connect: Co
     (slots,) = daemon.seen("backup").backup.components
     assert np.frombuffer(slots.slots, "<i4").tolist() == [5, 3]
     daemon.answers["load"] = lambda m: pb.DaemonMessage(error=pb.Error(code=9, message="the lease is gone"))
-    load = client.start_load("l", PAGES)
+    load = client.start_load(LEASE, PAGES)
     assert load.wait(SOON_S) is Outcome.FAILED
     assert load.settled()
     assert load.reason == "the lease is gone"
@@ -109,7 +106,7 @@ def test_answers_may_come_in_any_order(daemon: FakeDaemon, connect: Connect) -> 
     client = connect()
     assert client.wait_attached(SOON_S)
     daemon.hold("load")
-    load = client.start_load("l", PAGES)
+    load = client.start_load(LEASE, PAGES)
     assert lookup(client) == 3
     assert load.outcome is Outcome.PENDING
     assert not load.settled()
@@ -157,11 +154,11 @@ def test_without_a_daemon_everything_is_a_miss_at_once(connect: Connect) -> None
     assert not client.ready
     assert lookup(client, timeout_s=1000) is None
     assert client.prefetch(PROMPT, device={}, limit_pages=3, policy=PrefetchPolicy.TIMEOUT) is None
-    for ticket in (client.start_load("l", PAGES), client.start_backup(PROMPT, PAGES)):
+    for ticket in (client.start_load(LEASE, PAGES), client.start_backup(PROMPT, PAGES)):
         assert ticket.wait(1000) is Outcome.FAILED
         assert ticket.settled(), "nothing was sent: the slots are free"
         assert ticket.reason == "the daemon is away"
-    client.release("l")
+    client.release(LEASE)
     assert client.problem
 
 
@@ -231,7 +228,7 @@ def test_close_ends_calls_in_flight_and_the_thread(daemon: FakeDaemon, connect: 
     client = connect()
     assert client.wait_attached(SOON_S)
     daemon.hold("load")
-    ticket = client.start_load("l", PAGES)
+    ticket = client.start_load(LEASE, PAGES)
     daemon.seen("load")
     client.close()
     assert ticket.wait(SOON_S) is Outcome.FAILED
@@ -249,7 +246,7 @@ def test_a_lost_connection_fails_a_load_but_does_not_settle_it(daemon: FakeDaemo
     client = connect()
     assert client.wait_attached(SOON_S)
     daemon.hold("load")
-    ticket = client.start_load("l", PAGES)
+    ticket = client.start_load(LEASE, PAGES)
     daemon.seen("load")
     daemon.refuse = (grpc.StatusCode.UNAVAILABLE, "draining the old attachment")
     daemon.end_streams()
@@ -269,7 +266,7 @@ def test_a_frozen_daemon_settles_nothing_until_it_answers(spawn: Spawn, connect:
     client = connect()
     assert client.wait_attached(SOON_S)
     process.tell("hold load")
-    ticket = client.start_load("l", PAGES)
+    ticket = client.start_load(LEASE, PAGES)
     process.expect("got load")
     process.freeze()
     assert ticket.wait(0.05) is Outcome.PENDING
@@ -303,7 +300,7 @@ def test_a_frozen_daemon_that_lost_its_connection_settles_by_accepting_the_engin
     client = connect(silence_s=0.3)
     assert client.wait_attached(SOON_S)
     process.tell("hold load")
-    ticket = client.start_load("l", PAGES)
+    ticket = client.start_load(LEASE, PAGES)
     process.expect("got load")
     process.freeze()
     assert ticket.wait(SOON_S) is Outcome.FAILED
@@ -321,7 +318,7 @@ def test_after_a_restart_the_engine_is_attached_again_without_doing_anything(
     client = connect()
     assert client.wait_attached(SOON_S)
     process.tell("hold load")
-    ticket = client.start_load("l", PAGES)
+    ticket = client.start_load(LEASE, PAGES)
     process.expect("got load")
     process.kill()
     assert ticket.wait(SOON_S) is Outcome.FAILED
@@ -335,6 +332,25 @@ def test_after_a_restart_the_engine_is_attached_again_without_doing_anything(
     assert lookup(client) == 3
 
 
+def test_a_lease_of_an_earlier_attachment_is_never_named_to_a_later_one(
+    daemon: FakeDaemon, connect: Connect
+) -> None:
+    """The number may mean somebody else's pages by then."""
+    client = connect()
+    assert client.wait_attached(SOON_S)
+    daemon.end_streams()
+    assert eventually(lambda: len(daemon.registrations) == 2 and client.ready)
+    ticket = client.start_load(LEASE, PAGES)
+    assert ticket.wait(SOON_S) is Outcome.FAILED
+    assert ticket.settled()
+    client.release(LEASE)
+    assert lookup(client) == 3
+    kinds = set()
+    while not daemon.log.empty():
+        kinds.add(daemon.log.get().WhichOneof("body"))
+    assert kinds.isdisjoint({"load", "release_lease"})
+
+
 def test_another_daemon_on_the_socket_does_not_settle_what_the_first_has_in_hand(
     spawn: Spawn, connect: Connect
 ) -> None:
@@ -343,7 +359,7 @@ def test_another_daemon_on_the_socket_does_not_settle_what_the_first_has_in_hand
     client = connect(silence_s=0.3)
     assert client.wait_attached(SOON_S)
     first.tell("hold load")
-    ticket = client.start_load("l", PAGES)
+    ticket = client.start_load(LEASE, PAGES)
     first.expect("got load")
     first.freeze()
     spawn("boot-2").expect("attached engine-0")
