@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Self
 
 
 class Outcome(Enum):
@@ -53,13 +54,20 @@ class Usage:
 
 
 class StorageBackend(ABC):
-    """Opaque key to bytes. All calls may come from several threads at once and block their caller.
+    """Opaque key to bytes; a context that closes it. All calls may come from several threads at once and
+    block their caller.
 
     Per-item outcomes come back in the order of the items; one bad item never spoils its neighbours.
     No call raises because of an item; StorageError means that the whole batch could not be tried.
     An object becomes visible whole or not at all, also when the process dies while writing it.
     Writing a key that exists is a success: keys are content addresses.
     """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @abstractmethod
     def register(self, buffer: memoryview) -> None:

@@ -57,6 +57,7 @@ class Transfer:
 
     `settled` is done when no byte of the batch can move any more: the worker has replied or is dead. An
     item that is FAILED because its deadline passed may still be read into or written from until then.
+    Await it shielded: a cancelled future says that it is done.
     """
 
     outcomes: list[Outcome]
@@ -163,6 +164,11 @@ class StorageTier:
         return self._usage
 
     @property
+    def kind(self) -> str:
+        """The backend's kind, as the configuration names it."""
+        return str(self._open.spec.__struct_config__.tag)
+
+    @property
     def healthy(self) -> bool:
         return not self.problem
 
@@ -220,7 +226,7 @@ class StorageTier:
             settled.set_result(None)
             self._counters["refused"] += n_items
         else:
-            replied.add_done_callback(lambda _: settled.set_result(None))
+            replied.add_done_callback(lambda _: _settle(settled))
             await asyncio.wait({replied}, timeout=max(0.0, deadline_s - time.monotonic()))
             outcomes = self._outcomes(replied, outcomes)
         for outcome in outcomes:
@@ -331,6 +337,11 @@ class StorageTier:
         if isinstance(answer, Probed):
             self._batch_problem, self._probe_problem = "", answer.problem
             self._usage = answer.usage or self._usage
+
+
+def _settle(settled: asyncio.Future[None]) -> None:
+    if not settled.done():  # a caller may have cancelled it
+        settled.set_result(None)
 
 
 _COUNTERS = (
