@@ -1,0 +1,221 @@
+"""The command `hicache`: run the daemon, and ask a running one.
+
+Turns every expected failure into one line that says what to do, and into an exit code: 1 refused or
+failed, 2 wrong usage, 69 no daemon there, 78 configuration wrong. Decides nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import click
+import numpy as np
+
+from controller.daemon import config as configuration
+from controller.daemon.config import Config, ConfigError
+from hicache.core.words import TokenArray, token_array
+
+EX_FAILED, EX_UNAVAILABLE, EX_CONFIG = 1, 69, 78
+F = TypeVar("F", bound=Callable[..., None])
+
+_config_option = click.option(
+    "-c",
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    metavar="FILE",
+    help="The YAML file; deploy/hicache.yaml shows every key.",
+)
+
+
+def _with_address(command: F) -> F:
+    """The options of every command that talks to a running daemon."""
+    address = click.option(
+        "-a",
+        "--address",
+        default=configuration.Server().socket,
+        show_default=True,
+        metavar="ADDRESS",
+        envvar="HICACHE_ADDRESS",
+        show_envvar=True,
+        help="The daemon's socket path, or host:port.",
+    )
+    timeout = click.option(
+        "--timeout", "timeout_s", default=5.0, show_default=True, metavar="SECONDS", help="Longest wait."
+    )
+    return address(timeout(command))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def main() -> None:
+    """HiCache keeps LLM inference state in GPU memory, host memory and storage.
+
+    Start a daemon with `hicache serve -c FILE` next to the inference server, then look at it with
+    `hicache status` or `hicache top`.
+    """
+
+
+@main.command()
+@_config_option
+def serve(config_path: Path) -> None:
+    """Run the daemon until SIGTERM or Ctrl-C."""
+    config = _loaded(config_path)
+    from controller.daemon import tuning
+
+    tuning.restart_with_fast_copies()
+    from controller.daemon.logs import configure_logs
+    from controller.daemon.server import StartError, run
+
+    configure_logs(config.log.level, config.log.format, config.log.max_per_event)
+    try:
+        run(config)
+    except StartError as error:
+        _fail(str(error), EX_FAILED)
+
+
+@main.command("check-config")
+@_config_option
+def check_config(config_path: Path) -> None:
+    """Check a file and print the effective configuration."""
+    click.echo(configuration.dump(_loaded(config_path)), nl=False)
+
+
+@main.command()
+@_with_address
+@click.option("--json", "as_json", is_flag=True, help="Print the whole status as JSON.")
+def status(address: str, timeout_s: float, as_json: bool) -> None:
+    """Show how a running daemon stands."""
+    from controller.daemon.remote import RemoteDaemon
+
+    with _explained(), RemoteDaemon(address, timeout_s) as daemon:
+        reply = daemon.status()
+    if as_json:
+        from google.protobuf.json_format import MessageToJson
+
+        click.echo(
+            MessageToJson(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        )
+        return
+    from rich.console import Console
+
+    from controller.daemon.show import status_view
+
+    Console().print(status_view(reply))
+
+
+@main.command()
+@_with_address
+@click.option(
+    "--every", "every_s", default=1.0, show_default=True, metavar="SECONDS", help="Time between looks."
+)
+@click.option("--looks", default=0, metavar="N", help="Stop after so many; 0 goes on until Ctrl-C.")
+def top(address: str, timeout_s: float, every_s: float, looks: int) -> None:
+    """Watch a running daemon: status and rates, again and again."""
+    from rich.live import Live
+
+    from controller.daemon.remote import RemoteDaemon
+    from controller.daemon.show import status_view
+
+    with _explained(), RemoteDaemon(address, timeout_s) as daemon, Live(auto_refresh=False) as live:
+        before, look = None, 0
+        while True:
+            reply = daemon.status()
+            live.update(status_view(reply, before), refresh=True)
+            before, look = reply, look + 1
+            if look == looks:
+                return
+            time.sleep(every_s)
+
+
+@main.command()
+@_with_address
+@click.option(
+    "--engine", "engine_id", required=True, metavar="ID", help="An attached engine: see `hicache status`."
+)
+@click.option("--adapter", default="", help="LoRA adapter of the prompt.")
+@click.option("--salt", default="", help="Tenant of the prompt.")
+@click.option(
+    "--file",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Read the ids from a text file.",
+)
+@click.argument("tokens", nargs=-1)
+def lookup(
+    address: str,
+    timeout_s: float,
+    engine_id: str,
+    adapter: str,
+    salt: str,
+    path: Path | None,
+    tokens: tuple[str, ...],
+) -> None:
+    """Ask how much of a prompt could be reused. TOKENS are ids, separated by blanks or commas."""
+    from controller.daemon.remote import RemoteDaemon
+
+    ids = _token_ids(" ".join(tokens) if path is None else path.read_text(encoding="utf-8"))
+    with _explained(), RemoteDaemon(address, timeout_s) as daemon:
+        reply = daemon.lookup(engine_id, ids, adapter, salt)
+    click.echo(f"boundary: {reply.boundary} pages can be reused from host memory")
+    click.echo(f"with storage: {reply.storage_boundary} pages, as far as known")
+    click.echo(f"tokens known: {reply.matched_pages} pages")
+    for part in reply.load:
+        pages = np.frombuffer(part.pages, dtype="<i4")
+        click.echo(f"to load, {part.component}: {len(pages)} pages [{pages[0]}, {pages[-1] + 1})")
+
+
+@main.command()
+@_with_address
+def flush(address: str, timeout_s: float) -> None:
+    """Drop every page in host memory that nothing holds. Storage keeps what it has."""
+    from controller.daemon.remote import RemoteDaemon
+
+    with _explained(), RemoteDaemon(address, timeout_s) as daemon:
+        reply = daemon.flush()
+    click.echo(f"dropped {reply.dropped_pages} pages, kept {reply.kept_pages} that are in use")
+
+
+@main.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(metadata.version("hicache"))
+
+
+def _loaded(path: Path) -> Config:
+    try:
+        return configuration.load(path)
+    except ConfigError as error:
+        _fail(str(error), EX_CONFIG)
+
+
+def _token_ids(text: str) -> TokenArray:
+    words = text.replace(",", " ").split()
+    try:
+        return token_array(np.array([int(word) for word in words], dtype=np.int64))
+    except (ValueError, OverflowError) as error:
+        raise click.UsageError(f"TOKENS: {error}; give integer ids such as `1 2 3`") from error
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Expected failures as one line."""
+    from controller.daemon.remote import DaemonAway, DaemonRefused
+
+    try:
+        yield
+    except DaemonAway as error:
+        _fail(str(error), EX_UNAVAILABLE)
+    except DaemonRefused as error:
+        _fail(str(error), EX_FAILED)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    click.echo(f"hicache: {message}", err=True)
+    sys.exit(code)

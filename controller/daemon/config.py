@@ -1,0 +1,392 @@
+"""Configuration: one YAML file, every key declared once with unit, default, bound and meaning.
+
+Decides what a valid file is; every complaint names the key's path and the remedy. Opens nothing, starts
+nothing, reads no environment variables: what the file says is all there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import ipaddress
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, get_args, get_type_hints
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct
+
+from controller.settings import ControllerSettings
+from storage_backends.specs import BackendSpec, FileSpec, Spec
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+_UNITS = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+_UNITS |= {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+SOCKET_PATH_BYTES = 107
+"""Longest path a Unix socket can have (Linux, sun_path less its end mark)."""
+FD_SUFFIX, CLAIM_SUFFIX = ".fds", ".lock"
+
+Seconds = Annotated[float, Meta(gt=0, le=3600)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class ConfigError(Exception):
+    """A file that cannot be used; the message names the key and the remedy."""
+
+
+class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all: frozen, by keyword, unknown keys refused. Sizes in bytes take an integer or text
+    such as `4GiB` (KiB, MiB, GiB, TiB; kB, MB, GB, TB)."""
+
+
+class Server(Section, frozen=True, kw_only=True):
+    """The gRPC server, and how engines' lives are watched."""
+
+    socket: str = "/run/hicache/hicache.sock"
+    """Path of the Unix socket, absolute or with `~`. Beside it stand `<socket>.fds` (engines hand over
+    memory there) and `<socket>.lock`. Its directory is created with mode 0700 if missing."""
+    tcp: str | None = None
+    """Also listen on `host:port`. Loopback only: without TLS nothing else is accepted."""
+    max_message_bytes: Annotated[int, Meta(ge=1 * MIB, le=256 * MIB)] = 32 * MIB
+    """Largest message either way: 32 MiB is a prompt of 8 million tokens."""
+    max_requests_in_flight: Annotated[int, Meta(ge=1, le=65536)] = 256
+    """Most unanswered requests on one engine's stream; more are answered RESOURCE_EXHAUSTED."""
+    heartbeat_interval_s: Seconds = 2.0
+    """How often an engine must be heard at least; told to it when it attaches."""
+    heartbeat_timeout_s: Seconds = 10.0
+    """Silence after which an engine counts as gone. At least twice the interval."""
+    grace_s: Seconds = 5.0
+    """Longest time that running calls and transfers get when the daemon is asked to stop."""
+
+
+class Host(Section, frozen=True, kw_only=True):
+    """Host memory, the second tier."""
+
+    capacity: Annotated[int, Meta(ge=1 * MIB, le=64 * TIB)] = 4 * GIB
+    """Bytes of host memory for frames, all models and components together; taken whole at start."""
+    extent: Annotated[int, Meta(ge=4 * KIB, le=1 * TIB)] | None = None
+    """Bytes of the equal pieces in which that memory goes to components. Leave it out: the first layout
+    that attaches decides. Set it when models with much larger frames will attach later."""
+    lease_s: Seconds = 30.0
+    """How long a lookup's pages stay pinned when the engine neither loads nor releases them."""
+
+
+class Transfers(Section, frozen=True, kw_only=True):
+    """Copies between the engines' memory and host memory."""
+
+    threads: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Copy threads."""
+    chunk_bytes: Annotated[int, Meta(ge=64 * KIB, le=1 * GIB)] = 4 * MIB
+    """Largest piece of a store that a load has to wait for."""
+    timeout_s: Seconds = 10.0
+    """Longest time for one load-back or backup, queueing included."""
+
+
+class Storage(Section, frozen=True, kw_only=True):
+    """The third tier. Leave the section out to run without."""
+
+    backend: BackendSpec
+    """Where frames are stored; `kind` says what it is."""
+    required: bool = True
+    """Whether the daemon refuses to start when the backend cannot be opened. Otherwise it starts without
+    storage, says so in its health, and keeps trying."""
+    prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "hicache"
+    """First part of every storage key: letters, digits, `.`, `_`, `-`."""
+    timeout_s: Seconds = 2.0
+    """Longest time for one batch; past it the batch counts as missed."""
+    batch_bytes: Annotated[int, Meta(ge=64 * KIB, le=1 * GIB)] = 16 * MIB
+    """Most bytes in one batch."""
+    write_queue_bytes: Annotated[int, Meta(ge=1 * MIB, le=1 * TIB)] = 256 * MIB
+    """Most bytes waiting to be written; beyond it writes are dropped and counted."""
+    write_attempts: Annotated[int, Meta(ge=1, le=100)] = 5
+    """How often one frame's write is tried before it is given up."""
+
+
+class Prefetch(Section, frozen=True, kw_only=True):
+    """Bringing frames from storage to host memory before they are needed."""
+
+    threshold_pages: Annotated[int, Meta(ge=1)] = 1
+    """A prefetch that would deepen the boundary by fewer pages is not worth its reads."""
+    base_s: Annotated[float, Meta(ge=0, le=3600)] = 1.0
+    """Deadline of a prefetch: this, ..."""
+    per_1k_tokens_s: Annotated[float, Meta(ge=0, le=3600)] = 0.25
+    """... plus this for every 1024 tokens, ..."""
+    max_s: Seconds = 30.0
+    """... but never more than this."""
+    host_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Largest share of host memory that running prefetches may hold."""
+
+
+class Http(Section, frozen=True, kw_only=True):
+    """Metrics, health and the status page. `http: null` turns them off."""
+
+    address: str = "127.0.0.1"
+    """IP address to listen on. Read-only pages without a password: keep them off public networks."""
+    port: Port = 9410
+    """TCP port; 0 picks a free one, shown in the log."""
+
+
+class Log(Section, frozen=True, kw_only=True):
+    """What is written to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level written."""
+    format: Literal["text", "json"] = "text"
+    """For people, or one JSON object a line."""
+    max_per_event: Annotated[int, Meta(ge=1)] = 20
+    """Most lines of one event in ten seconds; what is left out is counted in the next line."""
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """The whole file."""
+
+    server: Server = Server()
+    host: Host = Host()
+    transfers: Transfers = Transfers()
+    storage: Storage | None = None
+    prefetch: Prefetch = Prefetch()
+    http: Http | None = Http()
+    log: Log = Log()
+
+    def controller_settings(self) -> ControllerSettings:
+        """The part that the controller needs, in its own type."""
+        settings = ControllerSettings(
+            lease_s=self.host.lease_s,
+            copy_timeout_s=self.transfers.timeout_s,
+            prefetch_threshold_pages=self.prefetch.threshold_pages,
+            prefetch_base_s=self.prefetch.base_s,
+            prefetch_per_1k_tokens_s=self.prefetch.per_1k_tokens_s,
+            prefetch_max_s=self.prefetch.max_s,
+            prefetch_host_share=self.prefetch.host_share,
+        )
+        if self.storage is None:
+            return settings
+        return dataclasses.replace(
+            settings,
+            storage_prefix=self.storage.prefix,
+            storage_timeout_s=self.storage.timeout_s,
+            storage_batch_bytes=self.storage.batch_bytes,
+            write_queue_bytes=self.storage.write_queue_bytes,
+            write_attempts=self.storage.write_attempts,
+        )
+
+
+# ---- reading ----------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice instead of keeping the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise ConfigError(f"{key}: given twice (line {line}); keep one of them")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load(path: Path) -> Config:
+    """Read and check a file. Raises ConfigError; the order of keys never matters."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); name a readable YAML file") from error
+    return parse(text)
+
+
+def parse(text: str) -> Config:
+    """Check YAML text. Raises ConfigError."""
+    try:
+        raw: object = _Loader(text).get_single_data()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {error}") from error
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"the file is a {type(raw).__name__}; write sections such as `server:` at its top")
+    try:
+        config = msgspec.convert(_plain(raw, ""), Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explained(str(error))) from error
+    return _checked(config)
+
+
+def _plain(value: object, path: str) -> object:
+    """Sizes as integers; keys as text; no NaN or infinity, which would pass every bound."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item, _join(path, str(key))) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path}: {value} is not a usable number; give a finite one")
+    if isinstance(value, str) and _is_size(path.rpartition(".")[2]):
+        return parse_size(value, path)
+    return value
+
+
+def _is_size(key: str) -> bool:
+    return key.endswith("_bytes") or key in ("capacity", "extent")
+
+
+def parse_size(text: str, path: str) -> int:
+    """Bytes in `4GiB`, `1.5 MiB`, `512`. Raises ConfigError naming the path."""
+    found = _SIZE.match(text)
+    unit = _UNITS.get(found.group(2)) if found else None
+    if not found or unit is None:
+        raise ConfigError(f"{path}: {text!r} is not a size; write an integer of bytes or text such as 4GiB")
+    return round(float(found.group(1)) * unit) if "." in found.group(1) else int(found.group(1)) * unit
+
+
+def format_size(nbytes: int) -> int | str:
+    """The shortest exact way to write a size: `4GiB`, or the plain number."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if nbytes and nbytes % _UNITS[unit] == 0:
+            return f"{nbytes // _UNITS[unit]}{unit}"
+    return nbytes
+
+
+def _explained(message: str) -> str:
+    """msgspec's complaint with our path first and a remedy last."""
+    what, _, where = message.partition(" - at `$")
+    path = where.rstrip("`").lstrip(".")
+    if unknown := re.match(r"Object contains unknown field `(.*)`", what):
+        known = list(_keys_at(path))
+        close = difflib.get_close_matches(unknown.group(1), known, n=1)
+        remedy = f"did you mean `{close[0]}`?" if close else f"known keys here: {', '.join(known)}"
+        return f"{_join(path, unknown.group(1))}: unknown key; {remedy}"
+    if missing := re.match(r"Object missing required field `(.*)`", what):
+        if missing.group(1) == "kind":
+            return f"{_join(path, 'kind')}: missing; write one of: {', '.join(_kinds())}"
+        return f"{_join(path, missing.group(1))}: missing; add it"
+    if path.endswith(".kind"):
+        return f"{path}: {what}; write one of: {', '.join(_kinds())}"
+    return f"{path or 'the file'}: {what}; see deploy/hicache.yaml for what is allowed"
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def kind_of(spec: BackendSpec) -> str:
+    """What the file calls this kind of backend."""
+    return str(spec.__struct_config__.tag)
+
+
+def _specs() -> tuple[type[Spec], ...]:
+    alternatives: tuple[type[Spec], ...] = get_args(BackendSpec)
+    return alternatives
+
+
+def _kinds() -> list[str]:
+    return [str(spec.__struct_config__.tag) for spec in _specs()]
+
+
+def _keys_at(path: str) -> Iterator[str]:
+    """The keys that may stand at a path."""
+    if path == "storage.backend":
+        yield "kind"
+        for spec in _specs():
+            yield from spec.__struct_fields__
+        return
+    here: type[Struct] = Config
+    for key in filter(None, path.split(".")):
+        hint = get_type_hints(here).get(key)
+        hints = (hint, *get_args(hint))
+        options = [one for one in hints if isinstance(one, type) and issubclass(one, Struct)]
+        if not options:
+            return
+        here = options[0]
+    yield from here.__struct_fields__
+
+
+# ---- checks across keys -----------------------------------------------------------------------------
+
+
+def _checked(config: Config) -> Config:
+    """Expand paths, and check what one key's bound cannot say."""
+    server, storage, http = config.server, config.storage, config.http
+    server = msgspec.structs.replace(server, socket=_absolute(server.socket, "server.socket"))
+    longest = len(os.fsencode(server.socket + CLAIM_SUFFIX))
+    if longest > SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"server.socket: {server.socket!r} is too long for a Unix socket ({longest} bytes with its "
+            f"suffix, {SOCKET_PATH_BYTES} at most); choose a shorter directory"
+        )
+    if server.heartbeat_timeout_s < 2 * server.heartbeat_interval_s:
+        raise ConfigError(
+            f"server.heartbeat_timeout_s: {server.heartbeat_timeout_s} is less than twice "
+            f"server.heartbeat_interval_s ({server.heartbeat_interval_s}); one late beat would end an engine"
+        )
+    if server.tcp is not None:
+        _check_loopback(server.tcp)
+    if storage is not None and isinstance(storage.backend, FileSpec):
+        path = _absolute(storage.backend.path, "storage.backend.path")
+        backend = msgspec.structs.replace(storage.backend, path=path)
+        storage = msgspec.structs.replace(storage, backend=backend)
+    if http is not None:
+        try:
+            ipaddress.ip_address(http.address)
+        except ValueError as error:
+            raise ConfigError(
+                f"http.address: {http.address!r} is not an IP address; try 127.0.0.1"
+            ) from error
+    if config.prefetch.base_s > config.prefetch.max_s:
+        raise ConfigError(
+            f"prefetch.base_s: {config.prefetch.base_s} is above prefetch.max_s ({config.prefetch.max_s}); "
+            "raise the maximum or lower the base"
+        )
+    return msgspec.structs.replace(config, server=server, storage=storage)
+
+
+def _absolute(path: str, key: str) -> str:
+    expanded = os.path.expanduser(path)
+    if not os.path.isabs(expanded) or "\0" in expanded:
+        raise ConfigError(f"{key}: {path!r} is not an absolute path; start it with / or ~/")
+    return os.path.normpath(expanded)
+
+
+def parse_tcp(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`, IPv6 hosts in brackets. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"server.tcp: {address!r} is not host:port; write for instance 127.0.0.1:7400")
+    return host, int(port)
+
+
+def _check_loopback(address: str) -> None:
+    host, _ = parse_tcp(address)
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            f"server.tcp: {host!r} is not a loopback address; TLS is not available yet, so listen on "
+            "127.0.0.1 or use server.socket"
+        )
+
+
+# ---- writing ----------------------------------------------------------------------------------------
+
+
+def dump(config: Config) -> str:
+    """The effective configuration as YAML that loads to the same value."""
+    text: str = yaml.safe_dump(_readable(msgspec.to_builtins(config), ""), sort_keys=False, width=100)
+    return text
+
+
+def _readable(value: object, key: str) -> object:
+    if isinstance(value, dict):
+        return {name: _readable(item, str(name)) for name, item in value.items()}
+    if isinstance(value, int) and not isinstance(value, bool) and _is_size(key):
+        return format_size(value)
+    return value

@@ -1,0 +1,310 @@
+"""The daemon process: builds everything in order, says when it is ready, and takes it down in reverse.
+
+Owns the process (signals, umask, sockets) and no decision about caching. It listens before it is ready,
+so that probes see it live and requests get UNAVAILABLE instead of nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from importlib import metadata
+
+import grpc
+import structlog
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as grpc_health
+from grpc_reflection.v1alpha import reflection
+
+from controller.controller import HybridCacheController
+from controller.daemon import tuning
+from controller.daemon.attachments import Attachments
+from controller.daemon.claim import ClaimError, SocketClaim
+from controller.daemon.config import FD_SUFFIX, Config, Http, Server, Storage, kind_of
+from controller.daemon.faults import Faults
+from controller.daemon.handoff import Handoff
+from controller.daemon.http import HttpServer
+from controller.daemon.metrics import RequestMetrics, StatusCollector, make_registry
+from controller.daemon.readiness import Readiness
+from controller.daemon.service import AdminService, HybridCacheService
+from controller.daemon.verbs import Verbs
+from controller.daemon.wire import DaemonStatus
+from controller.memory.budget import BudgetError
+from controller.memory.slab import HostSlab, SlabError
+from controller.storage import StorageTier
+from controller.transfers.cpu import CpuCopyEngine
+from controller.transfers.scheduler import TransferScheduler
+from proto.v1 import hicache_pb2 as pb
+from proto.v1 import hicache_pb2_grpc as pb_grpc
+from storage_backends.base import StorageError
+
+HYBRID_CACHE = pb.DESCRIPTOR.services_by_name["HybridCache"].full_name
+ADMIN = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+log = structlog.get_logger("hicache.daemon")
+
+
+class StartError(Exception):
+    """The daemon cannot start; the message names the key and the remedy."""
+
+
+class _Interrupted(Exception):  # noqa: N818 - not an error
+    """Asked to stop while starting."""
+
+
+def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT. Raises StartError; leaves nothing behind either way."""
+    os.umask(0o077)
+    tuning.keep_freed_memory()
+    tuning.switch_threads_sooner()
+    uvloop.run(_serve(config))
+
+
+async def _serve(config: Config) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as stack:
+        try:
+            daemon = await Daemon.build(config, stack, stop)
+            await daemon.start()
+        except _Interrupted:
+            return
+        except (BudgetError, ClaimError, SlabError, StorageError) as error:
+            raise StartError(str(error)) from error
+        await stop.wait()
+
+
+class Daemon:
+    """The parts of a running daemon. `build` pushes the undoing of each step on the caller's stack."""
+
+    def __init__(self, config: Config, stop: asyncio.Event) -> None:
+        self._config = config
+        self._stop = stop
+        self._begun_s = time.monotonic()
+        self._readiness = Readiness()
+        self._faults = Faults()
+        self._version = metadata.version("hicache")
+        self._health = grpc_health.HealthServicer()
+        self._copies_ended = True
+
+    @classmethod
+    async def build(cls, config: Config, stack: AsyncExitStack, stop: asyncio.Event) -> Daemon:
+        """Take the socket and the memory, put the parts together, and listen."""
+        daemon = cls(config, stop)
+        claim = SocketClaim(config.server.socket)
+        stack.callback(claim.release)
+        daemon._build_tiers(config, stack)
+        daemon._build_engine_side(config.server, stack)
+        await daemon._listen(config.server, stack)
+        if config.http is not None:
+            await daemon._listen_http(config.http, stack)
+        return daemon
+
+    async def start(self) -> None:
+        """Make host memory and storage usable, then serve. Raises _Interrupted when asked to stop."""
+        await asyncio.to_thread(self._slab.prefault, self._prefaulted)
+        opening = asyncio.create_task(self._open())
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            opening.cancel()
+            await asyncio.wait({opening})
+            raise _Interrupted
+        stopping.cancel()
+        opening.result()
+        self._readiness.serve()
+        await self._set_health(SERVING)
+        log.info(
+            "ready",
+            socket=self._config.server.socket,
+            tcp=self._config.server.tcp,
+            boot_id=self._controller.boot_id,
+            took_s=round(time.monotonic() - self._begun_s, 3),
+        )
+
+    def snapshot(self) -> DaemonStatus:
+        """How everything stands now."""
+        controller = self._controller.status()
+        return DaemonStatus(
+            version=self._version,
+            boot_id=self._controller.boot_id,
+            uptime_s=time.monotonic() - self._begun_s,
+            ready=self._readiness.ready,
+            progress=self._readiness.progress,
+            problems=(*controller.problems, *self._attachments.problems(), *self._faults.problems()),
+            counters={**controller.counters, **dict(self._counters())},
+            controller=controller,
+        )
+
+    # ---- building
+
+    def _build_tiers(self, config: Config, stack: AsyncExitStack) -> None:
+        self._slab = HostSlab(config.host.capacity, extent_bytes=config.host.extent)
+        stack.callback(self._close_slab)
+        self._scheduler = TransferScheduler(
+            CpuCopyEngine(), threads=config.transfers.threads, chunk_bytes=config.transfers.chunk_bytes
+        )
+        stack.callback(self._close_scheduler)
+        self._tier: StorageTier | None = None
+        if config.storage is not None:
+            spec = config.storage.backend
+            self._tier = StorageTier(kind_of(spec), spec, self._slab.fd, self._slab.nbytes)
+            stack.push_async_callback(self._tier.stop)
+        self._controller = HybridCacheController(
+            config.controller_settings(), self._slab, self._scheduler, self._tier
+        )
+        stack.push_async_callback(self._stop_controller, config.server.grace_s)
+
+    def _build_engine_side(self, server: Server, stack: AsyncExitStack) -> None:
+        self._handoff = Handoff(server.socket + FD_SUFFIX)
+        self._attachments = Attachments(
+            self._controller,
+            self._handoff,
+            self._faults,
+            heartbeat_timeout_s=server.heartbeat_timeout_s,
+            drain_timeout_s=server.grace_s,
+        )
+        self._registry = make_registry()
+        self._registry.register(StatusCollector(self.snapshot))
+        self._handoff.start()
+        stack.callback(self._handoff.close)
+
+    async def _listen(self, server: Server, stack: AsyncExitStack) -> None:
+        self._grpc = grpc.aio.server(options=server_options(server))
+        metrics = RequestMetrics(self._registry)
+        verbs = Verbs(self._controller, self._attachments, self._readiness, self._faults, metrics)
+        service = HybridCacheService(
+            verbs,
+            self._attachments,
+            self._controller,
+            self._readiness,
+            self._faults,
+            max_in_flight=server.max_requests_in_flight,
+            heartbeat_interval_s=server.heartbeat_interval_s,
+            registration_timeout_s=server.heartbeat_timeout_s,
+            grace_s=server.grace_s,
+            daemon_pid=os.getpid(),
+        )
+        admin = AdminService(self.snapshot, self._controller, self._readiness)
+        # The generated functions carry no annotations.
+        pb_grpc.add_HybridCacheServicer_to_server(service, self._grpc)  # type: ignore[no-untyped-call]
+        pb_grpc.add_AdminServicer_to_server(admin, self._grpc)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        names = (HYBRID_CACHE, ADMIN, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._grpc)
+        await self._set_health(NOT_SERVING)
+        for address in filter(None, (f"unix:{server.socket}", server.tcp)):
+            try:
+                self._grpc.add_insecure_port(address)
+            except RuntimeError as error:
+                raise StartError(
+                    f"server: cannot listen on {address} ({error}); is the address in use?"
+                ) from error
+        await self._grpc.start()
+        stack.push_async_callback(self._stop_serving, server.grace_s)
+
+    async def _listen_http(self, http: Http, stack: AsyncExitStack) -> None:
+        server = HttpServer(self.snapshot, self._registry)
+        stack.push_async_callback(server.stop)
+        try:
+            port = await server.start(http.address, http.port)
+        except OSError as error:
+            raise StartError(
+                f"http.port: cannot listen on {http.address}:{http.port} ({error.strerror}); "
+                "choose another port, 0 for any free one, or `http: null` for none"
+            ) from error
+        log.info("http", address=http.address, port=port)
+
+    # ---- starting
+
+    async def _open(self) -> None:
+        if self._tier is not None and self._config.storage is not None:
+            await self._open_storage(self._tier, self._config.storage)
+        await self._controller.start()
+
+    def _prefaulted(self, done_bytes: int) -> None:
+        """On the prefaulting thread, now and then."""
+        if self._stop.is_set():
+            raise _Interrupted
+        self._readiness.starting(f"host memory: {done_bytes >> 20} of {self._slab.nbytes >> 20} MiB ready")
+
+    async def _open_storage(self, tier: StorageTier, storage: Storage) -> None:
+        self._readiness.starting(f"storage: opening {tier.name}")
+        try:
+            await tier.start(strict=storage.required)
+        except StorageError as error:
+            raise StorageError(
+                f"storage.backend: {error}; mend it, or set `storage.required: false` to start without"
+            ) from error
+        if tier.problem:
+            log.warning("storage_degraded", backend=tier.name, problem=tier.problem)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", HYBRID_CACHE, ADMIN):
+            await self._health.set(name, status)
+
+    # ---- stopping, each step undoing one of building
+
+    async def _stop_serving(self, grace_s: float) -> None:
+        """Tell health, refuse what is new, let what runs finish within the grace, cut the rest."""
+        deadline_s = time.monotonic() + grace_s
+        log.info("stopping", grace_s=grace_s)
+        self._readiness.stop()
+        await self._health.enter_graceful_shutdown()
+        if not await self._attachments.end_all(grace_s):
+            log.warning("engines_not_drained", after_s=grace_s)
+        await self._grpc.stop(max(0.0, deadline_s - time.monotonic()))
+
+    async def _stop_controller(self, grace_s: float) -> None:
+        stopping = asyncio.create_task(self._controller.stop())
+        _, late = await asyncio.wait({stopping}, timeout=grace_s)
+        if late:
+            log.warning("controller_not_stopped", after_s=grace_s)
+            stopping.cancel()
+
+    def _close_scheduler(self) -> None:
+        self._copies_ended = self._scheduler.close(self._config.server.grace_s)
+
+    def _close_slab(self) -> None:
+        """Unmap host memory, unless a copy still moves in it: then the process's end does it."""
+        if self._copies_ended:
+            self._slab.close()
+        else:
+            log.error("copies_not_ended", consequence="host memory stays mapped until the process is gone")
+
+    def _counters(self) -> Iterator[tuple[str, int]]:
+        """The daemon's own counters."""
+        yield "internal_errors", self._faults.count + self._controller.counters.internal_errors
+        yield "engines_attached", self._attachments.attached
+        for ending, count in self._attachments.ended.items():
+            yield f"engines_ended_{ending.name.lower()}", count
+        yield "regions_handed_over", self._handoff.accepted
+        yield "regions_refused", self._handoff.refused
+        yield "regions_expired", self._handoff.expired
+        moved = self._scheduler.counts()
+        yield "copied_bytes", moved.moved_bytes
+        yield "copies_failed", moved.failed
+        if self._tier is not None:
+            for name, count in self._tier.counters().items():
+                yield f"backend_{name}", count
+
+
+def server_options(server: Server) -> list[tuple[str, int]]:
+    """gRPC's channel arguments. Clients may ping as often as they like: none is cut off for it."""
+    return [
+        ("grpc.max_receive_message_length", server.max_message_bytes),
+        ("grpc.max_send_message_length", server.max_message_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
