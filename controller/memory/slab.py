@@ -33,8 +33,11 @@ _MADV_POPULATE_WRITE = 23
 _PREFERRED_SLOTS = 8
 """Slots of the largest frame in an extent, where the slab has room for it."""
 _PREFERRED_EXTENTS = 64
-"""As many extents at least, where frames are small enough: fewer would divide the slab too coarsely."""
-_TOLERATED_WASTE = 1 / 32
+"""As many extents for each frame size, where frames are small enough for that."""
+_LEAST_EXTENTS = 8
+"""Not fewer for each frame size only to waste less: few extents divide the slab too coarsely."""
+_MOST_SLOTS = 32
+_TOLERATED_WASTE = 1 / 20
 _MAX_SLOTS = 2**31 - 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -126,7 +129,7 @@ class HostSlab:
             raise SlabError(
                 f"host.capacity: frames of {slots[-1]} bytes do not fit the slab's extents of "
                 f"{extents.nbytes} bytes ({extents.n_extents} in {self.nbytes} bytes), "
-                "and it cannot be cut anew while it holds frames; flush it, or start the daemon with the larger model first"
+                "and it cannot be cut anew while it holds frames; flush it first"
             )
         nbytes = self._fixed_extent_bytes or _extent_bytes(self.nbytes, slots, len(frame_sizes))
         if slots[-1] > nbytes or self.nbytes // nbytes < len(frame_sizes):
@@ -194,17 +197,17 @@ class HostSlab:
 
 def _extent_bytes(capacity_bytes: int, slots: Sequence[int], n_sizes: int) -> int:
     """A small extent that wastes little: multiples of the largest slot up to a few slots are tried, and
-    the first whose waste (a slot that does not fit its end, for the worst size) can be tolerated is
+    the first whose waste (the ends where no slot fits, for the worst size) can be tolerated is
     taken, else the one with the least. Small extents become empty sooner and so move sooner to
     whoever needs them."""
     largest = slots[-1]
-    preferred = min(_PREFERRED_SLOTS * largest, capacity_bytes // max(_PREFERRED_EXTENTS, n_sizes))
-    first = max(1, preferred // largest)
-    most = max(first, min(4 * _PREFERRED_SLOTS, capacity_bytes // (n_sizes * largest)))
+    first = max(1, min(_PREFERRED_SLOTS, capacity_bytes // (_PREFERRED_EXTENTS * n_sizes * largest)))
+    most = max(first, min(_MOST_SLOTS, capacity_bytes // (_LEAST_EXTENTS * n_sizes * largest)))
     candidates = [largest * n for n in range(first, most + 1)]
 
     def waste(nbytes: int) -> float:
-        return max(nbytes % slot for slot in slots) / nbytes
+        n_extents = capacity_bytes // nbytes
+        return 1 - n_extents * min(nbytes - nbytes % slot for slot in slots) / capacity_bytes
 
     return next((n for n in candidates if waste(n) <= _TOLERATED_WASTE), min(candidates, key=waste))
 
@@ -343,6 +346,11 @@ class HostArena:
     def obtainable(self) -> int:
         """Slots that `alloc` could give now."""
         return self._n_free + len(self._extents.free) * self.slots_per_extent
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slots in use."""
+        return int(self._n_used.sum()) * self.slot_bytes
 
     def used_slots(self) -> SlotArray:
         """All slots in use, ascending."""

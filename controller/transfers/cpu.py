@@ -1,107 +1,124 @@
 """The CPU copy engine: plain copies between places of this process, without the GIL.
 
-Adjacent pieces are merged. Large pieces are moved one by one by memmove, small ones by the thousand in
-one system call (process_vm_readv on this process), which costs less than a Python call for each.
-Starts no thread; holds no state of a copy.
+Three ways, by what the table looks like: pieces at even distances on both sides (neighbouring slots)
+are one strided numpy copy; other small pieces are gathered into a buffer that stays in the cache and
+scattered from there, thousands in two numpy calls; large pieces are moved one by one. A Python call for
+each small piece would cost more than its bytes. Starts no thread; keeps nothing between copies.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.transfers.copies import AddressArray, CopyError, CopyTable
+from controller.transfers.copies import CopyTable
 
-MEMMOVE_FROM_BYTES = 8192
-"""Pieces of this size and more are moved one by one (FACTS, "Data plane 3.2": the two ways meet here)."""
+ONE_BY_ONE_BYTES = 32 << 10
+"""From here a call for each piece costs little beside its bytes, and moves them once instead of twice."""
 
-_MAX_PIECES_PER_CALL = 1024
-"""IOV_MAX of Linux."""
+_STAGED_BYTES = 256 << 10
+"""Gathered at a time: stays in the second-level cache on its way."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_readv = _libc.process_vm_readv
-_readv.restype = ctypes.c_ssize_t
-_readv.argtypes = (
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-)
+_MIN_RUN = 8
+"""Pieces at even distances that are worth a numpy call of their own."""
+
+_MIN_STAGED = 8
+"""Pieces of one size that are worth the set-up of staging."""
+
+_FIRST_ADDRESS = 1 << 16
+_END_ADDRESS = 1 << 47
+_memory = memoryview((ctypes.c_ubyte * (_END_ADDRESS - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS))
+"""The addresses that a process can have, as one buffer for numpy to index. Touched only where tables say."""
 
 
 class CpuCopyEngine:
-    """See CopyEngine. `vectored=False` never uses process_vm_readv, as where it is not permitted."""
-
-    def __init__(self, *, vectored: bool = True) -> None:
-        self.vectored = vectored
-        """Turns False by itself at the first refusal (a container's seccomp profile, say)."""
+    """See CopyEngine."""
 
     def copy(self, table: CopyTable) -> None:
-        source, target, nbytes = merged(table)
-        small = nbytes < MEMMOVE_FROM_BYTES
-        if not self.vectored or not small.any():
-            _move_each(source, target, nbytes)
+        table = _merged(table)
+        large = table.nbytes >= ONE_BY_ONE_BYTES
+        if large.any():
+            _move_each(_rows(table, large))
+            table = _rows(table, ~large)
+        if not len(table):
             return
-        if not small.all():
-            large = ~small
-            _move_each(source[large], target[large], nbytes[large])
-            source, target, nbytes = source[small], target[small], nbytes[small]
-        for start in range(0, len(nbytes), _MAX_PIECES_PER_CALL):
-            stop = start + _MAX_PIECES_PER_CALL
-            self._move_batch(source[start:stop], target[start:stop], nbytes[start:stop])
-
-    def _move_batch(self, source: AddressArray, target: AddressArray, nbytes: AddressArray) -> None:
-        while len(nbytes):
-            if not self.vectored:
-                _move_each(source, target, nbytes)
-                return
-            moved_bytes = self._readv(source, target, nbytes)
-            done = int(np.searchsorted(np.cumsum(nbytes), np.uint64(moved_bytes), side="right"))
-            source, target, nbytes = source[done:], target[done:], nbytes[done:]  # it may end early
-
-    def _readv(self, source: AddressArray, target: AddressArray, nbytes: AddressArray) -> int:
-        """Bytes moved, from the first piece on; 0 when it is not permitted (and no more `vectored`)."""
-        into, out_of = _vectors(target, nbytes), _vectors(source, nbytes)
-        n = len(nbytes)
-        moved_bytes = int(_readv(os.getpid(), into.ctypes.data, n, out_of.ctypes.data, n, 0))
-        if moved_bytes > 0:
-            return moved_bytes
-        code = ctypes.get_errno() if moved_bytes else errno.EFAULT
-        if code in (errno.EPERM, errno.ENOSYS):
-            self.vectored = False
-            return 0
-        raise CopyError(f"process_vm_readv: {os.strerror(code)} ({n} pieces, {int(nbytes.sum())} bytes)")
+        in_run = np.zeros(len(table), dtype=np.bool_)
+        for start, stop in _even_runs(table):
+            _move_run(table, start, stop)
+            in_run[start:stop] = True
+        if in_run.any():
+            table = _rows(table, ~in_run)
+        sizes, counts = np.unique(table.nbytes, return_counts=True)
+        for nbytes, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+            alike = _rows(table, table.nbytes == nbytes)
+            if count < _MIN_STAGED:
+                _move_each(alike)
+            else:
+                _move_staged(alike, nbytes)
 
 
-def merged(table: CopyTable) -> tuple[AddressArray, AddressArray, AddressArray]:
-    """Source, target and nbytes with pieces that follow each other on both sides made one, and
-    empty pieces left out."""
+def _rows(table: CopyTable, chosen: NDArray[np.bool_]) -> CopyTable:
+    return CopyTable(table.source[chosen], table.target[chosen], table.nbytes[chosen])
+
+
+def _merged(table: CopyTable) -> CopyTable:
+    """Pieces that follow each other on both sides made one, and empty pieces left out."""
+    if not table.nbytes.all():
+        table = _rows(table, table.nbytes != 0)
     source, target, nbytes = table.source, table.target, table.nbytes
-    if not nbytes.all():
-        kept = nbytes != 0
-        source, target, nbytes = source[kept], target[kept], nbytes[kept]
     if len(nbytes) < 2:
-        return source, target, nbytes
+        return table
     begins = np.ones(len(nbytes), dtype=np.bool_)
     begins[1:] = (source[:-1] + nbytes[:-1] != source[1:]) | (target[:-1] + nbytes[:-1] != target[1:])
     if begins.all():
-        return source, target, nbytes
+        return table
     starts = np.flatnonzero(begins)
-    return source[starts], target[starts], np.add.reduceat(nbytes, starts)
+    return CopyTable(source[starts], target[starts], np.add.reduceat(nbytes, starts))
 
 
-def _move_each(source: AddressArray, target: AddressArray, nbytes: AddressArray) -> None:
+def _even_runs(table: CopyTable) -> Iterator[tuple[int, int]]:
+    """Ranges [start, stop) of at least _MIN_RUN pieces of one size whose sources, and whose targets,
+    are at even distances. Ranges do not overlap."""
+    if len(table) < _MIN_RUN:
+        return
+    steps = np.stack([np.diff(table.source), np.diff(table.target), table.nbytes[1:]])
+    changes = (steps[:, 1:] != steps[:, :-1]).any(axis=0)
+    bounds = np.concatenate([[0], np.flatnonzero(changes) + 1, [steps.shape[1]]])
+    taken = 0
+    for first_step, end_step in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        if end_step - first_step < _MIN_RUN - 1:
+            continue
+        start = max(taken, first_step)
+        if table.nbytes[start] != table.nbytes[start + 1]:
+            start += 1
+        if end_step + 1 - start >= _MIN_RUN:
+            taken = end_step + 1
+            yield start, taken
+
+
+def _move_run(table: CopyTable, start: int, stop: int) -> None:
+    nbytes = int(table.nbytes[start])
+    ends = (table.source[start : start + 2].tolist(), table.target[start : start + 2].tolist())
+    source, target = (
+        np.ndarray(stop - start, f"V{nbytes}", _memory, first - _FIRST_ADDRESS, (second - first,))
+        for first, second in ends
+    )
+    np.copyto(target, source)
+
+
+def _move_staged(table: CopyTable, nbytes: int) -> None:
+    memory = np.ndarray(_END_ADDRESS - _FIRST_ADDRESS - nbytes, f"V{nbytes}", _memory, 0, (1,))
+    sources, targets = (column.astype(np.int64) - _FIRST_ADDRESS for column in (table.source, table.target))
+    step = max(1, _STAGED_BYTES // nbytes)
+    for start in range(0, len(table), step):
+        memory[targets[start : start + step]] = memory[sources[start : start + step]]
+
+
+def _move_each(table: CopyTable) -> None:
     memmove = ctypes.memmove
-    for to, of, n in zip(target.tolist(), source.tolist(), nbytes.tolist(), strict=True):
-        memmove(to, of, n)
-
-
-def _vectors(addresses: AddressArray, nbytes: AddressArray) -> NDArray[np.uint64]:
-    """struct iovec[n]."""
-    return np.stack([addresses, nbytes], axis=1)
+    columns = (table.target.tolist(), table.source.tolist(), table.nbytes.tolist())
+    for target, source, nbytes in zip(*columns, strict=True):
+        memmove(target, source, nbytes)
