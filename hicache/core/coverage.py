@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hicache.core.words import BoolArray
 
@@ -22,6 +23,10 @@ class Coverage(ABC):
     def start(self, boundary: int) -> int:
         """First page needed at `boundary` (in pages, >= 1). Never decreases as the boundary grows,
         and is below the boundary."""
+
+    def starts(self, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`start` of many boundaries at once."""
+        return np.fromiter(map(self.start, boundaries.tolist()), np.int64, len(boundaries))
 
     @property
     def whole_path(self) -> bool:
@@ -35,6 +40,9 @@ class WholePath(Coverage):
 
     def start(self, boundary: int) -> int:
         return 0
+
+    def starts(self, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.zeros_like(boundaries)
 
     @property
     def whole_path(self) -> bool:
@@ -50,6 +58,9 @@ class SlidingWindow(Coverage):
     def start(self, boundary: int) -> int:
         return max(0, boundary - self.window_pages)
 
+    def starts(self, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.maximum(0, boundaries - self.window_pages)
+
 
 @dataclass(frozen=True)
 class Checkpoint(Coverage):
@@ -57,6 +68,9 @@ class Checkpoint(Coverage):
 
     def start(self, boundary: int) -> int:
         return boundary - 1
+
+    def starts(self, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+        return boundaries - 1
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,9 @@ class Chunked(Coverage):
     def start(self, boundary: int) -> int:
         return (boundary - 1) // self.chunk_pages * self.chunk_pages
 
+    def starts(self, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+        return (boundaries - 1) // self.chunk_pages * self.chunk_pages
+
 
 @dataclass(frozen=True)
 class Component:
@@ -77,22 +94,27 @@ class Component:
     coverage: Coverage
 
 
+def leading(available: BoolArray) -> int:
+    """Number of pages before the first missing one."""
+    first = int(available.argmin()) if len(available) else 0
+    return len(available) if first == 0 and (not len(available) or available[0]) else first
+
+
 def joint_boundary(coverages: Sequence[Coverage], available: Sequence[BoolArray], limit: int) -> int:
     """The deepest boundary <= `limit` (pages) at which every component's coverage is available.
 
     `available[i]` says for each page whether component i can be read; it may be shorter than the
-    limit, pages beyond it are missing. If page m is the last missing page of a coverage [lo, b), no
-    boundary in (m, b] can be valid because `start` never decreases: go on with b = m.
+    limit, pages beyond it are missing. A boundary b is good for a component when its last missing
+    page before b lies before `start(b)`; all boundaries are judged at once, as arrays.
     """
-    limit = min([limit, *(len(a) for a in available)])
-    missing = [np.flatnonzero(~a[:limit]) for a in available]
-    boundary, settled = limit, False
-    while boundary and not settled:
-        settled = True
-        for coverage, gaps in zip(coverages, missing, strict=True):
-            before = int(np.searchsorted(gaps, boundary))
-            if before and gaps[before - 1] >= coverage.start(boundary):
-                boundary, settled = int(gaps[before - 1]), False
-                if not boundary:
-                    break
-    return boundary
+    limit = max(0, min([limit, *(len(a) for a in available)]))
+    for coverage, pages in zip(coverages, available, strict=True):
+        if coverage.whole_path:
+            limit = leading(pages[:limit])
+    boundaries = np.arange(1, limit + 1)
+    good = np.ones(limit, dtype=np.bool_)
+    for coverage, pages in zip(coverages, available, strict=True):
+        if not coverage.whole_path:
+            last_gap = np.maximum.accumulate(np.where(pages[:limit], -1, boundaries - 1))
+            good &= last_gap < coverage.starts(boundaries)
+    return limit - int(good[::-1].argmax()) if good.any() else 0

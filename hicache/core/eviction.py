@@ -1,0 +1,100 @@
+"""Eviction: which pages go. Exact to the page, in the queue's order, in one lane at a time.
+
+A whole-path lane gives up tails first: a page goes only when nothing deeper in its lane stands on it.
+Any other lane gives up any unpinned page. Moves no bytes: the caller owns the slots that come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hicache.core.columns import Lane, Node
+from hicache.core.occupancy import Freed, Occupancy, Offsets
+from hicache.core.queues import LAST_KEY, Queues, loose_pages, tail_run
+from hicache.core.structure import Tree
+from hicache.core.words import SlotArray
+
+_TAIL_PAGES = 4096
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """A decision carried out in the index: these slots are the caller's again."""
+
+    freed: Mapping[str, SlotArray]
+    """By component: the asked one, and what lost its prefix in the same decision."""
+    n_freed: int
+    """Pages of the asked component."""
+    short: int
+    """Pages asked for that nothing could be given up for."""
+
+
+class Evictor:
+    """Chooses victims."""
+
+    def __init__(self, tree: Tree, occupancy: Occupancy, queues: Queues) -> None:
+        self._tree = tree
+        self._occupancy = occupancy
+        self._queues = queues
+
+    def evict(self, lane: Lane, pages: int, freed: Freed) -> int:
+        """Give up to `pages` pages of the lane; returns how many went."""
+        queues, count = self._queues, 0
+        while count < pages:
+            node = queues.pop(lane)
+            if node is None:
+                break
+            offsets, rest, blocked = self._choose(node, lane, pages - count, queues.lowest(lane))
+            bit = 1 << lane.row
+            node.blocked = node.blocked | bit if blocked else node.blocked & ~bit
+            if rest is not None:
+                queues.push(node, lane, rest)
+            if len(offsets):
+                count += len(offsets)
+                self._give_up(node, lane, offsets, freed)
+                if rest is None and not blocked and node.present[lane.row]:
+                    queues.requeue(node, lane)
+        return count
+
+    def _choose(self, node: Node, lane: Lane, need: int, bound: int) -> tuple[Offsets, int | None, bool]:
+        """Victims in this node that come before `bound`; the key of the next; whether some are stuck."""
+        if lane.whole:
+            return self._choose_tail(node, lane, need, bound)
+        offsets, blocked = loose_pages(node, lane)
+        if not len(offsets):
+            return offsets, None, blocked
+        keys = self._queues.keys(node, lane, offsets)
+        order = keys.argsort(kind="stable")
+        keys = keys[order]
+        n = min(need, int(keys.searchsorted(bound, side="right")))
+        return np.sort(offsets[order[:n]]), int(keys[n]) if n < len(keys) else None, blocked
+
+    def _choose_tail(self, node: Node, lane: Lane, need: int, bound: int) -> tuple[Offsets, int | None, bool]:
+        window = min(need, _TAIL_PAGES) + 1
+        offsets, blocked = tail_run(node, lane, window)
+        keys = self._queues.keys(node, lane, offsets)
+        late = keys > bound
+        n = min(int(late.argmax()) if late.any() else len(keys), need, window - 1)
+        return offsets[:n], int(keys[n]) if n < len(keys) else None, blocked
+
+    def _give_up(self, node: Node, lane: Lane, offsets: Offsets, freed: Freed) -> None:
+        freed.take(node, lane, offsets)
+        occupancy = self._occupancy
+        occupancy.clear(node, lane, offsets)
+        if lane.whole:
+            lost = occupancy.missing(node, offsets)
+            if lost.any():
+                first = int(offsets[lost].min())
+                siblings = tuple(other for other in occupancy.shape.of_tier[lane.tier] if other is not lane)
+                occupancy.drop_dependants(node, first, siblings, freed)
+                return
+        self._tree.trim(node)
+
+
+def everything(evictor: Evictor, lanes: tuple[Lane, ...], freed: Freed) -> None:
+    """Give up all that can be given up in these lanes, whole paths first."""
+    for lane in sorted(lanes, key=lambda lane: not lane.whole):
+        evictor.evict(lane, LAST_KEY, freed)

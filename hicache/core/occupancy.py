@@ -1,0 +1,188 @@
+"""Occupancy: what is where. Sets and clears payload and keeps every count that follows from it.
+
+Also knows the dead reach: from which page on a whole-path component is missing in every tier, so that
+what lies deeper serves no boundary. Chooses nothing: what to set and what to clear is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hicache.core.columns import UNBROKEN, Lane, Node, Shape
+from hicache.core.queues import Queues
+from hicache.core.structure import Tree
+from hicache.core.words import NO_SLOT, BoolArray, SlotArray
+
+Offsets = NDArray[np.intp]
+
+
+class Occupancy:
+    """The payload of one index."""
+
+    def __init__(self, shape: Shape, tree: Tree, queues: Queues) -> None:
+        self.shape = shape
+        self.tree = tree
+        self.queues = queues
+        self.resident = [0] * shape.n_lanes
+        """Per lane: pages READY or INBOUND in the whole index."""
+
+    def fill(self, node: Node, lane: Lane, offsets: slice | Offsets, places: SlotArray) -> None:
+        """Write places into pages that were ABSENT in the lane; entries of -1 leave the page so."""
+        row = lane.row
+        node.block[row, offsets] = places
+        filled = len(places) if places.size and places.min() > NO_SLOT else int((places != NO_SLOT).sum())
+        if not filled:
+            return
+        last = offsets.stop if isinstance(offsets, slice) else int(offsets[-1]) + 1
+        node.high[row] = max(node.high[row], last)
+        self.resident[row] += filled
+        had = node.present[row]
+        node.present[row] = had + filled
+        if not had and lane.whole and not node.below[row]:
+            self._raise_below(node, row)
+
+    def clear(self, node: Node, lane: Lane, offsets: Offsets) -> None:
+        """Make pages ABSENT in the lane. A page absent in every tier forgets its recency. The caller trims
+        the node afterwards."""
+        if not len(offsets):
+            return
+        row = lane.row
+        node.block[row, offsets] = NO_SLOT
+        node.present[row] -= len(offsets)
+        self.resident[row] -= len(offsets)
+        gone = offsets
+        for other in lane.other_rows:
+            gone = gone[node.block[other, gone] == NO_SLOT]
+        node.use[lane.component, gone] = 0
+        if lane.whole and not node.present[row] and not node.below[row]:
+            self._lower_below(node, lane)
+
+    def enqueue(self, node: Node, lane: Lane, offsets: slice | Offsets) -> None:
+        """These pages just became READY: see to it that they come up for eviction in their turn."""
+        keys = self.queues.keys(node, lane, offsets)
+        if len(keys):
+            self.queues.push(node, lane, int(keys.min()))
+            if lane.up_row >= 0:
+                self.queues.requeue(node, self.shape.lanes[lane.up_row])
+
+    def _raise_below(self, node: Node, row: int) -> None:
+        parent = node.parent
+        while parent is not None:
+            parent.below[row] += 1
+            if parent.below[row] > 1 or parent.present[row]:
+                return
+            parent = parent.parent
+
+    def _lower_below(self, node: Node, lane: Lane) -> None:
+        parent, row = node.parent, lane.row
+        while parent is not None:
+            parent.below[row] -= 1
+            if parent.below[row]:
+                return
+            if parent.present[row]:
+                self.queues.requeue(parent, lane)
+                return
+            parent = parent.parent
+
+    def missing(self, node: Node, offsets: slice | Offsets) -> BoolArray:
+        """Pages that some whole-path component has in no tier."""
+        gap = np.zeros(node.block[0, offsets].shape, dtype=np.bool_)
+        for c in self.shape.whole_components:
+            absent = np.ones_like(gap)
+            for lane in self.shape.of_component[c]:
+                absent &= node.block[lane.row, offsets] == NO_SLOT
+            gap |= absent
+        return gap
+
+    def settle_new(self, node: Node, since: int) -> None:
+        """`settle` after payload came, where pages from offset `since` on are new; quick when all is well."""
+        parent = node.parent
+        fine = node.dead_from == UNBROKEN and parent is not None and parent.dead_from == UNBROKEN
+        if not fine or (since < node.n and self.missing(node, slice(since, node.n)).any()):
+            self.settle(node)
+
+    def settle(self, node: Node) -> None:
+        """Find the node's dead reach anew, and that of everything beneath when it changed."""
+        if not self.shape.whole_components:
+            return
+        todo = [node]
+        while todo:
+            node = todo.pop()
+            if node.parent is None:
+                continue
+            before = node.dead_from
+            if node.parent.dead_from < UNBROKEN:
+                node.dead_from = node.start
+            else:
+                gap = self.missing(node, slice(0, node.n))
+                first = int(gap.argmax()) if len(gap) else 0
+                node.dead_from = node.start + first if len(gap) and gap[first] else UNBROKEN
+            if node.dead_from < before:
+                self._requeue_all(node)
+            if (node.dead_from < UNBROKEN) != (before < UNBROKEN) and node.children is not None:
+                todo.extend(node.children.values())
+
+    def _requeue_all(self, node: Node) -> None:
+        for lane in self.shape.lanes:
+            self.queues.requeue(node, lane)
+
+    def drop_dependants(self, node: Node, since: int, lanes: tuple[Lane, ...], freed: Freed) -> None:
+        """After a whole-path page at offset `since` was lost in every tier: give up everything unpinned in
+        these lanes from there on, here and beneath. What is pinned or inbound stays, as dead weight."""
+        was_dead = node.dead_from < UNBROKEN
+        until = min(node.n, node.dead_from - node.start)
+        self._drop(node, slice(since, until), lanes, freed)
+        leaves = []
+        todo = [] if was_dead or node.children is None else list(node.children.values())
+        while todo:
+            child = todo.pop()
+            self._drop(child, slice(0, child.n), lanes, freed)
+            if child.children is None:
+                leaves.append(child)
+            else:
+                todo.extend(child.children.values())
+        for leaf in leaves:
+            self.tree.trim(leaf)
+        self.tree.trim(node)
+        if node.n > since:
+            self.settle(node)
+
+    def _drop(self, node: Node, span: slice, lanes: tuple[Lane, ...], freed: Freed) -> None:
+        for lane in lanes:
+            if node.present[lane.row]:
+                free = node.block[lane.row, span] > NO_SLOT
+                if lane.pin_row >= 0:
+                    free &= node.block[lane.pin_row, span] == 0
+                offsets = free.nonzero()[0] + span.start
+                if len(offsets):
+                    freed.take(node, lane, offsets)
+                    self.clear(node, lane, offsets)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents first."""
+        todo = list(self.tree.roots.values())
+        while todo:
+            node = todo.pop()
+            if node.parent is not None:
+                yield node
+            if node.children is not None:
+                todo.extend(node.children.values())
+
+
+class Freed:
+    """Slots given up, by component, as one decision goes on."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[SlotArray]] = {}
+        self.pages: dict[str, int] = {}
+
+    def take(self, node: Node, lane: Lane, offsets: Offsets) -> None:
+        self.pages[lane.name] = self.pages.get(lane.name, 0) + len(offsets)
+        if lane.pin_row >= 0:
+            self._parts.setdefault(lane.name, []).append(node.block[lane.row, offsets])
+
+    def slots(self) -> dict[str, SlotArray]:
+        return {name: np.concatenate(parts) for name, parts in self._parts.items()}

@@ -1,0 +1,269 @@
+"""Structure: namespaces, the tree of runs, and finding one's way in it.
+
+Walks, lengthens, divides and prunes. A node object keeps its tail when it is divided and a fresh parent
+gets the head, and a pruned node keeps its link upwards: so (node, page number) stays a valid place for
+as long as the page exists, and is found by walking up. Decides nothing about payload.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hicache.core.columns import UNBROKEN, Node, Shape
+from hicache.core.identity import HASH_BYTES, Namespace, page_hashes
+from hicache.core.queues import Queues
+from hicache.core.words import HashArray, TokenArray, token_array
+
+_CUTS_KEPT = 8
+
+
+class StaleCursor(LookupError):  # noqa: N818 - the name is what it is
+    """The pages a cursor points at were given up since: match again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cursor:
+    """A place in the tree: the first `boundary` pages of a path. Good for as long as these pages exist."""
+
+    namespace: Namespace
+    boundary: int
+    node: Node
+    """Holds page boundary - 1, or did when the cursor was made: that page is here or above."""
+    tick: int
+    """When it was made."""
+
+
+Segment = tuple[Node, int, int]
+"""A node and a half-open range of offsets in it."""
+
+
+class Tree:
+    """The nodes of one index."""
+
+    def __init__(self, shape: Shape, queues: Queues) -> None:
+        self.shape = shape
+        self.queues = queues
+        self.roots: dict[Namespace, Node] = {}
+        self._names: dict[Node, Namespace] = {}
+        self.tick = 0
+        self.n_pages = 0
+
+    def root(self, namespace: Namespace) -> Node:
+        """The namespace's root; a fresh one is not entered before something is added under it."""
+        if namespace.page_size != self.shape.page_size:
+            raise ValueError(f"namespace: page size {namespace.page_size}, index has {self.shape.page_size}")
+        return self.roots.get(namespace) or Node(self.shape, None, 0, b"")
+
+    def walk(self, root: Node, packed: bytes, limit: int) -> tuple[Node, int]:
+        """Follow packed tokens from the root: the last node reached and the number of pages that match."""
+        width, node, at = self.shape.page_bytes, root, 0
+        while at < limit and node.children is not None:
+            child = node.children.get(packed[at * width : (at + 1) * width])
+            if child is None:
+                break
+            node = child
+            if at + node.n > limit or not packed.startswith(node.tokens, at * width):
+                return node, at + self._agreeing(node, packed, at, limit)
+            at += node.n
+        return node, at
+
+    def _agreeing(self, node: Node, packed: bytes, at: int, limit: int) -> int:
+        """How many pages of the node agree with the packed tokens from page `at` on."""
+        n = min(node.n, limit - at)
+        count = n * self.shape.page_size
+        ours = np.frombuffer(node.tokens, dtype=np.int32, count=count)
+        differ = ours != np.frombuffer(packed, dtype=np.int32, count=count, offset=at * self.shape.page_bytes)
+        first = int(differ.argmax())
+        return first // self.shape.page_size if differ[first] else n
+
+    def find(
+        self, namespace: Namespace, packed: bytes, limit: int, cursor: Cursor | None
+    ) -> tuple[Node, int]:
+        """`walk`, but begin at the cursor where it is good. Its prompt is compared all the same (one
+        comparison of memory per node), so a wrong or stale cursor costs time, never a wrong answer."""
+        if cursor is not None and 0 < cursor.boundary <= limit and cursor.namespace == namespace:
+            place = self._resume(cursor, packed, limit)
+            if place is not None:
+                return place
+        return self.walk(self.root(namespace), packed, limit)
+
+    def _resume(self, cursor: Cursor, packed: bytes, limit: int) -> tuple[Node, int] | None:
+        try:
+            segments = self.segments(cursor, 0, cursor.boundary)
+        except StaleCursor:
+            return None
+        width = self.shape.page_bytes
+        last = segments[0][0]
+        for node, _, _ in segments[1:]:
+            if not packed.startswith(node.tokens, node.start * width):
+                return None
+        at = last.start + self._agreeing(last, packed, last.start, limit)
+        if at < cursor.boundary:
+            return None
+        if at < last.end or last.children is None:
+            return last, at
+        return self._walk_on(last, packed, at, limit)
+
+    def _walk_on(self, node: Node, packed: bytes, at: int, limit: int) -> tuple[Node, int]:
+        width = self.shape.page_bytes
+        rest = packed[at * width :]
+        deeper, more = self.walk(node, rest, limit - at)
+        return deeper, at + more
+
+    def cursor(self, namespace: Namespace, node: Node, boundary: int) -> Cursor:
+        return Cursor(namespace, boundary, node, self.tick)
+
+    def segments(self, cursor: Cursor, start: int, stop: int) -> list[Segment]:
+        """Where the pages [start, stop) of the cursor's path stand, deepest node first.
+
+        Raises StaleCursor when some of them were given up, ValueError beyond the cursor's boundary."""
+        if not 0 <= start <= stop <= cursor.boundary:
+            raise ValueError(f"pages [{start}, {stop}) of a cursor at {cursor.boundary}")
+        if start == stop:
+            return []
+        node = cursor.node
+        while node.start >= stop and node.parent is not None:
+            node = node.parent
+        if node.end < stop or (node.cuts and self._was_cut(node, cursor.tick, stop)):
+            raise StaleCursor(f"pages up to {stop} were given up: match again")
+        return segments_up(node, start, stop)
+
+    def _was_cut(self, node: Node, since: int, stop: int) -> bool:
+        return any(tick > since and end < stop for tick, end in node.cuts or ())
+
+    def extend(self, namespace: Namespace, node: Node, at: int, packed: bytes, upto: int) -> Node:
+        """Make the path `upto` pages deep; it matched `at` pages, ending in `node`. Returns the node that
+        holds the last page. A leaf grows in place, a node left in its middle is divided."""
+        if upto <= at:
+            return node
+        width = self.shape.page_bytes
+        tokens = packed[at * width : upto * width]
+        self.n_pages += upto - at
+        if at < node.end:
+            node = self.split(node, at)
+        if node.children is None and node.parent is not None:
+            node.grow(self.shape, tokens)
+            return node
+        if node.parent is None:
+            node = self.roots.setdefault(namespace, node)
+            self._names[node] = namespace
+        child = Node(self.shape, node, at, tokens)
+        if node.dead_from < UNBROKEN:
+            child.dead_from = at
+        if node.children is None:
+            node.children = {}
+        node.children[tokens[:width]] = child
+        return child
+
+    def split(self, node: Node, at: int) -> Node:
+        """Divide a node at page `at`, inside it; returns the new node that holds what comes before."""
+        parent, width = node.parent, self.shape.page_bytes
+        assert parent is not None
+        assert parent.children is not None
+        head = node.divide(self.shape, at - node.start)
+        parent.children[bytes(head.tokens[:width])] = head
+        head.children = {bytes(node.tokens[:width]): node}
+        node.parent = head
+        head.cuts = [(tick, min(end, at)) for tick, end in node.cuts] if node.cuts else None
+        head.blocked = node.blocked
+        if node.dead_from < at:
+            head.dead_from, node.dead_from = node.dead_from, at
+        for lane in self.shape.lanes:
+            row = lane.row
+            key = node.queued[row]
+            if lane.whole:
+                head.below[row] = int(bool(node.present[row] or node.below[row]))
+                if not head.below[row] and head.present[row]:
+                    self.queues.requeue(head, lane)
+            elif key is not None and head.present[row]:
+                self.queues.push(head, lane, key)
+            if not node.present[row]:
+                self.queues.discard(node, lane)
+        return head
+
+    def trim(self, node: Node) -> None:
+        """Cut off trailing pages without payload in any lane, and prune what is left empty, upwards."""
+        while node.children is None and node.parent is not None:
+            end = max(node.tail(lane) for lane in self.shape.lanes)
+            if end == node.n:
+                return
+            self.n_pages -= node.n - end
+            self._note_cut(node, node.start + end)
+            if end:
+                node.cut(self.shape, end)
+                if node.dead_from >= node.end:
+                    node.dead_from = UNBROKEN
+                return
+            self._prune(node)
+            node = node.parent
+
+    def _prune(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        assert parent.children is not None
+        for lane in self.shape.lanes:
+            self.queues.discard(node, lane)
+        del parent.children[bytes(node.tokens[: self.shape.page_bytes])]
+        node.clear(self.shape)
+        if not parent.children:
+            parent.children = None
+            if parent.parent is None:
+                del self.roots[self._names.pop(parent)]
+
+    def _note_cut(self, node: Node, end: int) -> None:
+        self.tick += 1
+        cuts = [cut for cut in node.cuts or () if cut[1] < end]
+        if len(cuts) >= _CUTS_KEPT:
+            cuts = [(cuts[-1][0], cuts[0][1])]
+        node.cuts = [*cuts, (self.tick, end)]
+
+    def hashes(self, namespace: Namespace, segments: list[Segment]) -> HashArray:
+        """Hashes of the pages of a path's segments (deepest first); computed once and kept."""
+        parts = []
+        for node, start, stop in reversed(segments):
+            self._fill_hashes(namespace, node)
+            assert node.hashes is not None
+            kept = bytes(node.hashes[HASH_BYTES * start : HASH_BYTES * stop])
+            parts.append(np.frombuffer(kept, dtype=np.uint8).reshape(-1, HASH_BYTES))
+        return np.concatenate(parts) if parts else np.empty((0, HASH_BYTES), dtype=np.uint8)
+
+    def _fill_hashes(self, namespace: Namespace, node: Node) -> None:
+        behind = []
+        while node.parent is not None and len(node.hashes or b"") < HASH_BYTES * node.n:
+            behind.append(node)
+            node = node.parent
+        previous = bytes(node.hashes[-HASH_BYTES:]) if node.hashes else namespace.seed()
+        for node in reversed(behind):
+            if node.hashes is None:
+                node.hashes = bytearray()
+            have = len(node.hashes) // HASH_BYTES
+            if have:
+                previous = bytes(node.hashes[-HASH_BYTES:])
+            rest = np.frombuffer(bytes(node.tokens[have * self.shape.page_bytes :]), dtype=np.int32)
+            node.hashes += page_hashes(previous, rest, self.shape.page_size).tobytes()
+            previous = bytes(node.hashes[-HASH_BYTES:])
+
+
+def segments_up(node: Node, start: int, stop: int) -> list[Segment]:
+    """Where the pages [start, stop) stand, from the node that holds page stop - 1 (or lies beneath it)
+    upwards, deepest first."""
+    segments: list[Segment] = []
+    while stop > start:
+        low = node.start
+        if low < stop:
+            segments.append((node, max(start, low) - low, stop - low))
+            stop = low
+        if stop <= start or node.parent is None:
+            break
+        node = node.parent
+    return segments
+
+
+def packed_tokens(tokens: TokenArray) -> bytes:
+    """The tokens' bytes; not copied when the array is a view of exactly these bytes."""
+    base = tokens.base
+    if isinstance(base, bytes) and len(base) == tokens.nbytes and tokens.strides == (4,):
+        return base
+    return token_array(tokens).tobytes()
