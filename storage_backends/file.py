@@ -138,7 +138,9 @@ class FileBackend(StorageBackend):
             return Outcome.WRONG_SIZE
         if not _fill(fd, self._buffer[item.offset : item.offset + item.nbytes]):
             return Outcome.WRONG_SIZE
-        self._refresh(name, item.nbytes, fd)
+        with contextlib.suppress(OSError):  # a disk that has become read-only still serves
+            _stamp(fd)
+        self._count_use(name, item.nbytes)
         return Outcome.OK
 
     def _write_one(self, item: Item) -> Outcome:
@@ -205,7 +207,8 @@ class FileBackend(StorageBackend):
         try:
             os.rename(temporary, self._path(name))
         except FileNotFoundError:
-            os.mkdir(os.path.dirname(self._path(name)), 0o700)
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                os.mkdir(os.path.dirname(self._path(name)), 0o700)
             os.rename(temporary, self._path(name))
 
     def _is_stored(self, name: str, nbytes: int) -> bool:
@@ -215,15 +218,13 @@ class FileBackend(StorageBackend):
             found = os.stat(path, follow_symlinks=False)
             if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
                 return False
-            self._refresh(name, nbytes, path)
+            _stamp(path)
         except OSError:
             return False
+        self._count_use(name, nbytes)
         return True
 
-    def _refresh(self, name: str, nbytes: int, file: int | str) -> None:
-        """Count the object as used just now, in the directory and in the ledger. Raises OSError."""
-        stamp = _stamp()
-        os.utime(file, ns=(stamp, stamp))
+    def _count_use(self, name: str, nbytes: int) -> None:
         with self._mutex:
             if not self._ledger.touch(name, nbytes) and os.path.lexists(self._path(name)):
                 self._ledger.add(name, nbytes)  # another process wrote it
@@ -283,7 +284,7 @@ class FileBackend(StorageBackend):
                     f"storage directory {self._root}: {path} is not a directory of the daemon's user; "
                     "choose another `path`"
                 )
-            if found.st_mode & 0o077:
+            if stat.S_IMODE(found.st_mode) != 0o700:
                 os.chmod(path, 0o700)
 
     def _look_through(self) -> None:
@@ -346,9 +347,10 @@ def _object_name(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _stamp() -> int:
-    """Now in ns. Finer than the kernel's own stamps, which tie within a timer tick."""
-    return time.time_ns()
+def _stamp(file: int | str) -> None:
+    """Used just now, finer than the kernel's own stamps, which tie within a timer tick. Raises OSError."""
+    now_ns = time.time_ns()
+    os.utime(file, ns=(now_ns, now_ns))
 
 
 def _scan(objects: str) -> Iterator[tuple[int, str, int]]:
@@ -381,7 +383,6 @@ def _create(path: str, content: memoryview) -> None:
         done = 0
         while done < len(content):
             done += os.write(fd, content[done:])
-        stamp = _stamp()
-        os.utime(fd, ns=(stamp, stamp))
+        _stamp(fd)
     finally:
         os.close(fd)

@@ -43,6 +43,8 @@ from storage_backends.messages import (
 from storage_backends.specs import open_backend
 
 _PR_SET_PDEATHSIG = 1
+_MADV_POPULATE_WRITE = 23
+_TOUCH_BYTES = 64 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -78,7 +80,8 @@ def _serve(link: Link, slab_fd: int) -> int:
     except StorageError as error:
         link.send(NotOpened(str(error)))
         return 1
-    backend.register(slab)
+    backend.register(memoryview(slab))
+    threading.Thread(target=_touch, args=(slab,), daemon=True, name="touch-slab").start()
     link.send(Opened())
     Desk(link, backend, first.threads).serve()
     backend.close()
@@ -180,15 +183,26 @@ def _open(spec: WorkerSpec) -> StorageBackend:
     return FaultyBackend(spec) if isinstance(spec, FaultySpec) else open_backend(spec)
 
 
-def _map_slab(fd: int, nbytes: int) -> memoryview:
+def _map_slab(fd: int, nbytes: int) -> mmap.mmap:
     """The daemon's slab, shared. Kept for the life of the process."""
     try:
         found_bytes = os.fstat(fd).st_size
         if nbytes <= 0 or found_bytes < nbytes:
             raise StorageError(f"the host slab has {found_bytes} bytes, not {nbytes}")
-        return memoryview(mmap.mmap(fd, nbytes))
+        return mmap.mmap(fd, nbytes)
     except OSError as error:
         raise StorageError(f"the host slab cannot be mapped: {error.strerror}") from error
+
+
+def _touch(slab: mmap.mmap) -> None:
+    """Enter the slab's pages into our page table beforehand: reading a file into pages met for the first
+    time ran at 2.8 GB/s where others took 16. Where the kernel cannot, they are entered one by one later."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    start = ctypes.addressof(ctypes.c_char.from_buffer(slab))
+    for offset in range(0, len(slab), _TOUCH_BYTES):
+        if madvise(start + offset, min(_TOUCH_BYTES, len(slab) - offset), _MADV_POPULATE_WRITE) != 0:
+            return
 
 
 def _end_with_parent(parent_pid: int) -> None:
