@@ -1,0 +1,129 @@
+"""The picture of the demo's result: hit rates, time to first token and throughput over the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # writes files, needs no display
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from examples.demo.oracle import Ceiling
+from examples.demo.play import Round
+from examples.demo.report import ceiling_rate
+from examples.demo.runs import Configuration, Plan, Run
+from hicache.core.words import Tier
+
+_COLOURS = {
+    Configuration.NO_CACHE: "#8c8c8c",
+    Configuration.L1: "#d1495b",
+    Configuration.L1_L2: "#edae49",
+    Configuration.L1_L2_L3: "#00798c",
+}
+_TIERS = {
+    Tier.DEVICE: ("L1, device", "#003d5b"),
+    Tier.HOST: ("L2, host", "#30638e"),
+    Tier.STORAGE: ("L3, storage", "#7fb7be"),
+}
+_MARKERS = {
+    Configuration.NO_CACHE: "x",
+    Configuration.L1: "v",
+    Configuration.L1_L2: "s",
+    Configuration.L1_L2_L3: "o",
+}
+
+
+def write_plot(path: Path, runs: Sequence[Run], plan: Plan, expected: Mapping[str, Ceiling]) -> None:
+    """Write the four panels as PNG."""
+    size = plan.shape.page_size
+    figure, panels = pyplot.subplots(2, 2, figsize=(13, 9), layout="constrained")
+    hits, tiers, waits, rates = panels.flat
+    longest = next(run for run in runs if run.configuration is Configuration.L1_L2_L3)
+
+    numbers = [played.number + 1 for played in longest.rounds]
+    ceiling = [ceiling_rate(played, expected, size) for played in longest.rounds]
+    hits.plot(numbers, ceiling, color="black", ls="--", lw=1.2, label="a cache that never forgets", zorder=1)
+    _lines(hits, runs[1:], lambda played: played.hit_rate(size, *Tier))
+    hits.set(title="Hit rate", ylabel="prompt tokens not computed", ylim=(0, 1.02))
+
+    bottom = [0.0] * len(numbers)
+    for tier, (label, colour) in _TIERS.items():
+        shares = [played.hit_rate(size, tier) for played in longest.rounds]
+        tiers.bar(numbers, shares, bottom=bottom, color=colour, label=label, width=0.75)
+        bottom = [under + share for under, share in zip(bottom, shares, strict=True)]
+    tiers.set(title="L1+L2+L3: where the hits came from", ylabel="prompt tokens not computed", ylim=(0, 1.02))
+
+    _lines(waits, runs, lambda played: 1000 * played.first_token_s)
+    waits.set(title="Time to first token (median of the round)", ylabel="milliseconds", ylim=(0, None))
+    _lines(rates, runs, lambda played: played.input_tokens_per_s / 1000)
+    rates.set(
+        title="Effective input (prompt tokens over wall time)",
+        ylabel="thousand tokens per second",
+        ylim=(0, None),
+    )
+
+    for panel in (hits, tiers, waits, rates):
+        _finish(panel, plan)
+    for panel in (hits, tiers):
+        panel.yaxis.set_major_formatter(PercentFormatter(1.0))
+    sizes = plan.sizes
+    figure.suptitle(
+        f"HiCache demo: {sizes.clients} agents reading source files, hybrid model "
+        f"(full attention, sliding window, recurrent), prompts up to {_longest_prompt(runs):,} tokens\n"
+        f"L1 {_mb(plan.device_bytes)}, L2 {_mb(plan.host_bytes)}, L3 {_mb(plan.storage_bytes)}; "
+        "generated tokens and logits identical to the run without a cache",
+        fontsize=11,
+    )
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _lines(panel: Axes, runs: Sequence[Run], value: Callable[[Round], float]) -> None:
+    for run in runs:
+        panel.plot(
+            [played.number + 1 for played in run.rounds],
+            [value(played) for played in run.rounds],
+            color=_COLOURS[run.configuration],
+            marker=_MARKERS[run.configuration],
+            ms=5,
+            lw=1.8,
+            label=run.name,
+        )
+
+
+def _finish(panel: Axes, plan: Plan) -> None:
+    restart = plan.sizes.rounds + 0.5
+    panel.axvline(restart, color="#555555", ls=":", lw=1.4)
+    panel.annotate(
+        "daemon restarted,\nL2 empty",
+        xy=(restart, 0.02),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=8,
+        color="#333333",
+        bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.5},
+    )
+    panel.set_xlabel("round (turn of every client)")
+    panel.set_xlim(0.4, plan.sizes.rounds + plan.rounds_after_restart + 0.6)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.grid(axis="y", alpha=0.3)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(fontsize=9, framealpha=0.9)
+
+
+def _longest_prompt(runs: Sequence[Run]) -> int:
+    return max(
+        record.served.prompt_tokens for run in runs for played in run.rounds for record in played.records
+    )
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.0f} MB"
