@@ -142,15 +142,11 @@ class Backups:
                     name: np.zeros(len(slots), dtype=bool) for name, (_, slots) in placements.items()
                 }
                 try:
-                    hashes = {
-                        name: index.hashes(fill.reservation.cursor, 0, int(pages[-1]) + 1)[pages]
-                        for name, (pages, _) in placements.items()
-                    }
                     self._counters.backup_bytes += await self._copier.copy(
                         Direction.STORE,
                         engine,
                         {name: (plans[name].sources, slots) for name, (_, slots) in placements.items()},
-                        seal={name: (hashes[name], pages) for name, (pages, _) in placements.items()},
+                        seal={name: (fill.hashes[name], pages) for name, (pages, _) in placements.items()},
                     )
                     good = None
                 finally:

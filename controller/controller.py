@@ -152,7 +152,7 @@ class HybridCacheController:
             lease_id = lease.lease_id
             self.counters.leases_granted += 1
         if boundary:
-            model.index.touch(match.cursor, min(boundary, match.cursor.n_pages))
+            model.index.touch(match.cursor, min(boundary, match.n_pages))
         if self._prefetches:
             self._prefetches.consumed(prompt.engine_id, prompt.request_id)
         self._count_lookup(model, limit, boundary, match.n_pages, load)
@@ -314,7 +314,7 @@ class HybridCacheController:
     async def _job(self, engine: Engine, work: Coroutine[object, object, T]) -> T:
         """Run to the end whatever happens to the caller: bytes in flight belong to the job."""
         task = asyncio.ensure_future(work)
-        engine.jobs.add(task)  # type: ignore[arg-type]  # a set of tasks of any result
+        engine.jobs.add(task)
         task.add_done_callback(engine.jobs.discard)
         return await asyncio.shield(task)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hicache.core.pins import Receipt
-from hicache.core.tree import Cursor, Index
-
+from hicache.core.structure import Cursor
+from hicache.core.tree import Index
 from hicache.core.words import PageArray
 
 

@@ -11,17 +11,28 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from hicache.core.audit import audit
-from hicache.core.tree import Cursor, Index, Reservation
 from numpy.typing import NDArray
 
 from controller.counters import Counters
 from controller.memory.frames import FrameLayout
 from controller.memory.slab import HostArena, HostSlab
 from controller.requests import EngineSpec, PoolStatus, Prompt
+from hicache.core.audit import audit
 from hicache.core.identity import Namespace
 from hicache.core.layout import Layout
-from hicache.core.words import NO_SLOT, BoolArray, PageArray, Residency, SlotArray, Tier, TokenArray
+from hicache.core.reservations import Reservation
+from hicache.core.structure import Cursor
+from hicache.core.tree import Index
+from hicache.core.words import (
+    NO_SLOT,
+    BoolArray,
+    HashArray,
+    PageArray,
+    Residency,
+    SlotArray,
+    Tier,
+    TokenArray,
+)
 
 HOST, STORAGE = Tier.HOST, Tier.STORAGE
 
@@ -36,7 +47,7 @@ class Shelf:
     arena: HostArena
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fill:
     """Host pages on their way in: each is published or given back when the fill ends."""
 
@@ -44,7 +55,8 @@ class Fill:
     tokens: TokenArray
     placements: Mapping[str, tuple[PageArray, SlotArray]]
     reservation: Reservation
-    keys: tuple[tuple[str, bytes], ...]
+    hashes: Mapping[str, HashArray]
+    """Per component, the hashes of its pages."""
     ended: asyncio.Future[None]
 
 
@@ -71,6 +83,7 @@ class Model:
             for component in components
         }
         self.coverages = {component.name: component.coverage for component in components}
+        self._fills: set[Fill] = set()
         self._filling: dict[tuple[str, bytes], asyncio.Future[None]] = {}
 
     def namespace(self, prompt: Prompt) -> Namespace:
@@ -80,7 +93,7 @@ class Model:
 
     def held(self, cursor: Cursor, component: str, n_pages: int) -> NDArray[np.uint8]:
         """Host residency of the first `n_pages` pages, ABSENT beyond what the index knows."""
-        known = min(n_pages, cursor.n_pages)
+        known = min(n_pages, cursor.boundary)
         out = np.zeros(n_pages, dtype=np.uint8)
         out[:known] = self.index.residency(cursor, component, HOST, 0, known)
         return out
@@ -92,15 +105,16 @@ class Model:
     ) -> Fill:
         """Reserve pages (INBOUND). Others find the fill by the hash of its first page of each component."""
         reservation = self.index.reserve(namespace, tokens, placements, tier=HOST)
-        keys = tuple(
-            (name, self.index.hashes(reservation.cursor, int(pages[0]), int(pages[0]) + 1).tobytes())
+        cursor = self.index.match(namespace, tokens).cursor
+        hashes = {
+            name: self.index.hashes(cursor, 0, int(pages[-1]) + 1)[pages]
             for name, (pages, _) in placements.items()
             if len(pages)
-        )
-        fill = Fill(
-            namespace, tokens, placements, reservation, keys, asyncio.get_running_loop().create_future()
-        )
-        self._filling.update(dict.fromkeys(keys, fill.ended))
+        }
+        ended = asyncio.get_running_loop().create_future()
+        fill = Fill(namespace, tokens, placements, reservation, hashes, ended)
+        self._fills.add(fill)
+        self._filling.update({(name, row[0].tobytes()): ended for name, row in hashes.items()})
         return fill
 
     def end_fill(self, fill: Fill, good: Mapping[str, BoolArray] | None) -> None:
@@ -122,8 +136,9 @@ class Model:
             }
             if any((row != NO_SLOT).any() for row in kept.values()):
                 self.index.insert(fill.namespace, fill.tokens[: depth * self.page_size], kept, tier=HOST)
-        for key in fill.keys:
-            del self._filling[key]
+        self._fills.remove(fill)
+        for name, hashes in fill.hashes.items():
+            del self._filling[name, hashes[0].tobytes()]
         fill.ended.set_result(None)
 
     def running_fill(self, cursor: Cursor, n_pages: int) -> asyncio.Future[None] | None:
@@ -147,15 +162,15 @@ class Model:
 
     def pools(self) -> Iterator[PoolStatus]:
         for name, shelf in self.shelves.items():
-            counts = self.index.counts(name)
+            inbound = sum(len(fill.placements[name][0]) for fill in self._fills if name in fill.placements)
             yield PoolStatus(
                 model=self.name,
                 component=name,
                 frame_bytes=shelf.frames.frame_bytes,
-                resident_pages=counts[HOST].ready,
-                inbound_pages=counts[HOST].inbound,
-                pinned_pages=counts[HOST].pinned,
-                stored_pages=counts[STORAGE].ready,
+                resident_pages=self.index.resident(name, HOST) - inbound,
+                inbound_pages=inbound,
+                pinned_pages=self.index.pinned(name, HOST),
+                stored_pages=self.index.resident(name, STORAGE),
             )
 
 
@@ -224,9 +239,7 @@ class HostMemory:
             eviction = model.index.drop(HOST)
             self.give_back(model, eviction.freed)
             dropped += sum(map(len, eviction.freed.values()))
-            for name in model.shelves:
-                counts = model.index.counts(name)[HOST]
-                kept += counts.ready + counts.inbound
+            kept += sum(model.index.resident(name, HOST) for name in model.shelves)
         return dropped, kept
 
     def _evict(self, model: Model, component: str, n_pages: int) -> int:

@@ -53,7 +53,11 @@ class StorageReader:
     ) -> tuple[dict[str, BoolArray], bool]:
         """One batched existence query: per component, which of the asked pages storage holds, one
         entry per page of the prompt; and whether storage could answer for all of them."""
-        keys = [self._key(name, hashes, page) for name, pages in asked.items() for page in pages.tolist()]
+        keys = [
+            self._key(name, hashes[page].tobytes())
+            for name, pages in asked.items()
+            for page in pages.tolist()
+        ]
         found = {name: np.zeros(len(hashes), dtype=bool) for name in asked}
         if not keys:
             return found, True
@@ -86,12 +90,10 @@ class StorageReader:
             fill = model.begin_fill(namespace, tokens, {name: (missing, slots)})
             good = np.zeros(len(missing), dtype=bool)
             try:
-                hashes = index.hashes(fill.reservation.cursor, 0, int(missing[-1]) + 1)
+                hashes = fill.hashes[name]
                 items = [
-                    Item(self._key(name, hashes, page), offset, shelf.frames.frame_bytes)
-                    for page, offset in zip(
-                        missing.tolist(), shelf.arena.offsets(slots).tolist(), strict=True
-                    )
+                    Item(self._key(name, row.tobytes()), offset, shelf.frames.frame_bytes)
+                    for row, offset in zip(hashes, shelf.arena.offsets(slots).tolist(), strict=True)
                 ]
                 transfer = await self._tier.read(items, timeout_s=timeout_s)
                 await transfer.settled  # no byte may land once these slots belong to someone else
@@ -101,7 +103,7 @@ class StorageReader:
                 intact = np.zeros(len(missing), dtype=bool)
                 intact[good] = await asyncio.wrap_future(
                     self._scheduler.run(
-                        lambda: shelf.frames.verify(addresses[good], hashes[missing[good]], missing[good])
+                        lambda: shelf.frames.verify(addresses[good], hashes[good], missing[good])
                     )
                 )
                 corrupt, good = wrong | (good & ~intact), intact
@@ -134,12 +136,12 @@ class StorageReader:
         model: Model, namespace: Namespace, tokens: TokenArray, name: str, pages: PageArray, stored: BoolArray
     ) -> None:
         cursor = model.index.match(namespace, tokens).cursor
-        known = pages < cursor.n_pages
+        known = pages < cursor.boundary
         model.index.mark_stored(cursor, name, pages[known & stored])
         model.index.forget_stored(cursor, name, pages[known & ~stored])
 
-    def _key(self, name: str, hashes: HashArray, page: int) -> str:
-        return storage_key(self._settings.storage_prefix, name, 0, 1, hashes[page].tobytes())
+    def _key(self, name: str, page_hash: bytes) -> str:
+        return storage_key(self._settings.storage_prefix, name, 0, 1, page_hash)
 
     def _count(self, outcomes: Sequence[Outcome], n_corrupt: int, n_good: int, frame_bytes: int) -> None:
         self._counters.prefetch_read_pages += n_good

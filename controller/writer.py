@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from hicache.core.tree import Cursor
 
 from controller.counters import Counters
 from controller.models import HOST, STORAGE, Model
 from controller.settings import ControllerSettings
 from controller.storage import StorageTier
 from hicache.core.identity import Namespace, storage_key
+from hicache.core.structure import Cursor
 from hicache.core.words import Residency, TokenArray
 from storage_backends.base import Item, Outcome
 
@@ -148,19 +148,19 @@ class StorageWriter:
         cursor = due.model.index.match(due.namespace, due.tokens).cursor
         for name in due.model.shelves:
             pages = np.array([frame.page for frame in stored if frame.component == name], dtype=np.int32)
-            due.model.index.mark_stored(cursor, name, pages[pages < cursor.n_pages])
+            due.model.index.mark_stored(cursor, name, pages[pages < cursor.boundary])
 
     def _frames(self, model: Model, namespace: Namespace, tokens: TokenArray) -> list[Frame]:
         """What of this path is READY in host memory and not known to be stored, in page order."""
         index = model.index
         cursor = index.match(namespace, tokens).cursor
-        hashes = index.hashes(cursor, 0, cursor.n_pages)
+        hashes = index.hashes(cursor, 0, cursor.boundary)
         frames: list[Frame] = []
         for name, shelf in model.shelves.items():
-            ready = index.residency(cursor, name, HOST, 0, cursor.n_pages) == Residency.READY
-            stored = index.residency(cursor, name, STORAGE, 0, cursor.n_pages) == Residency.READY
+            ready = index.residency(cursor, name, HOST, 0, cursor.boundary) == Residency.READY
+            stored = index.residency(cursor, name, STORAGE, 0, cursor.boundary) == Residency.READY
             pages = np.flatnonzero(ready & ~stored)
-            slots = index.slots(cursor, name, HOST, 0, cursor.n_pages)[pages]
+            slots = index.slots(cursor, name, HOST, 0, cursor.boundary)[pages]
             offsets = shelf.arena.offsets(slots)
             for page, slot, offset in zip(pages.tolist(), slots.tolist(), offsets.tolist(), strict=True):
                 key = storage_key(self._settings.storage_prefix, name, 0, 1, hashes[page].tobytes())
@@ -172,13 +172,13 @@ class StorageWriter:
     def _still_due(model: Model, cursor: Cursor, batch: list[Frame]) -> list[Frame]:
         """The batch's frames that still stand in the same host slots."""
         slots = {
-            name: model.index.slots(cursor, name, HOST, 0, cursor.n_pages)
+            name: model.index.slots(cursor, name, HOST, 0, cursor.boundary)
             for name in {frame.component for frame in batch}
         }
         return [
             frame
             for frame in batch
-            if frame.page < cursor.n_pages and slots[frame.component][frame.page] == frame.slot
+            if frame.page < cursor.boundary and slots[frame.component][frame.page] == frame.slot
         ]
 
 

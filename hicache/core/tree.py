@@ -119,6 +119,15 @@ class ReadableIndex:
         """Hashes of the pages [start, stop), shape (pages, 32); computed once per page and kept."""
         return self._tree.hashes(cursor.namespace, self._tree.segments(cursor, start, stop))
 
+    def resident(self, component: str, tier: Tier) -> int:
+        """Pages READY or INBOUND in the whole index."""
+        return self._occupancy.resident[self.shape.lane(component, tier).row]
+
+    def pinned(self, component: str, tier: Tier) -> int:
+        """Pages with a pin in the whole index. Visits every node: for reports, not for decisions."""
+        row = self.shape.slotted(component, tier).pin_row
+        return sum(int(np.count_nonzero(node.block[row, : node.n])) for node in self._occupancy.nodes())
+
     def _places(self, cursor: Cursor, component: str, tier: Tier, start: int, stop: int) -> SlotArray:
         row = self.shape.lane(component, tier).row
         out: SlotArray = np.empty(stop - start, dtype=np.int32)

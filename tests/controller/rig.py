@@ -184,7 +184,7 @@ class Rig:
         violations = [line for controller in self.controllers for line in controller.audit()]
         errors = [controller.counters.internal_errors for controller in self.controllers]
         await self._stack.aclose()
-        assert not violations
+        assert violations == []
         assert not any(errors)
 
 
