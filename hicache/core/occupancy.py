@@ -65,8 +65,10 @@ class Occupancy:
         keys = self.queues.keys(node, lane, offsets)
         if len(keys):
             self.queues.push(node, lane, int(keys.min()))
-            if lane.up_row >= 0:
-                self.queues.requeue(node, self.shape.lanes[lane.up_row])
+            if lane.up_row >= 0:  # what is READY below comes up sooner above, once it is unpinned
+                above = self.shape.lanes[lane.up_row]
+                if node.present[above.row]:
+                    self.queues.push(node, above, int(self.queues.keys(node, above, offsets).min()))
 
     def _raise_below(self, node: Node, row: int) -> None:
         parent = node.parent

@@ -1,4 +1,4 @@
-"""A controller in this process with a tagged engine, a small slab, real copy threads, and storage of choice."""
+"""A controller in this process: a tagged engine, a small slab, real copy threads, storage of choice."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MIB = 1 << 20
 
 
 class TaggedEngine:
-    """An engine by hand: owns slots, fills them with what a forward pass would store, checks what comes back."""
+    """An engine by hand: fills slots with what a forward pass would store, checks what comes back."""
 
     def __init__(
         self,
@@ -191,5 +191,5 @@ class Rig:
 async def until(met: Callable[[], bool], within_s: float = 20.0) -> None:
     """Wait for something the controller does on its own; fails when it does not come."""
     async with asyncio.timeout(within_s):
-        while not met():
+        while not met():  # noqa: ASYNC110 - nothing tells when a counter changes
             await asyncio.sleep(0.005)

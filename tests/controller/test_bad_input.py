@@ -40,7 +40,10 @@ BAD_PLACEMENTS = {
     "negative page": ({"full": place([-1], [0])}, r"components\['full'\].pages"),
     "pages descend": ({"full": place([1, 0], [0, 1])}, r"components\['full'\].pages"),
     "page beyond": ({"full": place([6], [0])}, r"components\['full'\].pages: page 6 is beyond .* 6"),
-    "unknown component": ({"conv": place([0], [0])}, r"component 'conv' is not one of \['full', 'mamba', 'swa'\]"),
+    "unknown component": (
+        {"conv": place([0], [0])},
+        r"component 'conv' is not one of \['full', 'mamba', 'swa'\]",
+    ),
 }
 
 

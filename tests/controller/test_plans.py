@@ -91,15 +91,9 @@ def test_a_prefetch_reads_just_what_its_boundary_needs(
         assert n_wanted == 0
 
     def cost(boundary: int) -> int:
-        return sum(
-            int((~have[name][rule.start(boundary) : boundary]).sum()) for name, rule in RULES.items()
-        )
+        return sum(int((~have[name][rule.start(boundary) : boundary]).sum()) for name, rule in RULES.items())
 
-    fitting = [
-        b
-        for b in range(now + max(1, threshold), n_pages + 1)
-        if valid(both, b) and cost(b) <= room
-    ]
+    fitting = [b for b in range(now + max(1, threshold), n_pages + 1) if valid(both, b) and cost(b) <= room]
     assert choice.boundary == max(fitting, default=now)
 
 

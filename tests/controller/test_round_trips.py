@@ -171,7 +171,7 @@ async def test_eviction_makes_room_and_keeps_what_is_used(rig: Rig) -> None:
 
 async def test_frames_that_do_not_fit_leave_a_usable_prefix(rig: Rig) -> None:
     """PREFETCH-02's sibling: room for a part gives exactly a prefix under the right tokens."""
-    controller = await rig.controller(capacity_bytes=32 << 10)
+    controller = await rig.controller(capacity_bytes=16 << 10)
     engine = TaggedEngine(controller)
     tokens = prompt(15, 240)
     outcome = await engine.backup(tokens, {"full": list(range(60)), "swa": [], "mamba": []})
