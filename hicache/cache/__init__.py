@@ -1,0 +1,8 @@
+"""UnifiedRadixCache: the engine's cache of L1, and its way to L2 and L3."""
+
+from hicache.cache.cache import UnifiedRadixCache
+from hicache.cache.counters import Counters
+from hicache.cache.lower import LowerTiers
+from hicache.cache.requests import Request, WritePolicy
+
+__all__ = ["Counters", "LowerTiers", "Request", "UnifiedRadixCache", "WritePolicy"]

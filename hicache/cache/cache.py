@@ -1,0 +1,475 @@
+"""UnifiedRadixCache: the facade that an engine's scheduler calls, from one thread.
+
+Owns L1: its slots and their index. Brings pages from the lower tiers when a request begins, and offers
+them what requests computed. Copies no bytes itself, and never waits longer than its time limits, whatever
+happens below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from hicache.cache.backups import WriteThrough
+from hicache.cache.counters import Counters
+from hicache.cache.ledger import Copy, Owner, SlotLedger
+from hicache.cache.loads import NOTHING, Brought, LoadBack, residency_of
+from hicache.cache.lower import LowerTiers, PrefetchUnderWay
+from hicache.cache.requests import Request, WritePolicy
+from hicache.client.messages import Placement, PrefetchPolicy, Prompt
+from hicache.core.audit import audit
+from hicache.core.coverage import Checkpoint
+from hicache.core.identity import Namespace
+from hicache.core.layout import Layout, LayoutError, component_slots
+from hicache.core.matching import Match
+from hicache.core.pools import SlotPool
+from hicache.core.tree import Index, Inserted
+from hicache.core.words import NO_SLOT, SlotArray, Tier, TokenArray, token_array
+
+CopySlot = Callable[[str, int, int], None]
+"""copy_slot(component, source, target): copy a slot's bytes within the engine's own memory. When it
+returns, whatever the engine does next to either slot comes after the copy."""
+
+
+class UnifiedRadixCache:
+    """One engine's cache.
+
+    `client`: None for L1 only. `copy_slot`: needed where requests have private slots. `max_backup_share`:
+    part of each component's slots that backups may keep pinned. `prefetch_wait_s`: longest time that
+    `begin` waits for the request's prefetch. Raises LayoutError for components that make no sense.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        model: str,
+        revision: str = "",
+        client: LowerTiers | None = None,
+        copy_slot: CopySlot | None = None,
+        write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        lookup_timeout_s: float = 0.05,
+        load_timeout_s: float = 2.0,
+        prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT,
+        prefetch_wait_s: float = 2.0,
+        max_backup_share: float = 0.25,
+    ) -> None:
+        if not layout.components or any(not layout.pools_of(spec.name) for spec in layout.components):
+            raise LayoutError("layout.components: empty, or one has no pool; see Layout.validate")
+        self.counters = Counters()
+        self._identity = (model, revision, layout.fingerprint(), layout.page_size)
+        self._page_size = layout.page_size
+        self._components = layout.index_components()
+        self._index = Index(layout.page_size, self._components, (Tier.DEVICE,))
+        self._ledger = SlotLedger(component_slots(layout))
+        self._copy_slot = copy_slot
+        self._client = client
+        self._prefetch_policy = prefetch_policy
+        self._prefetch_wait_s = prefetch_wait_s
+        self._prefetches: dict[str, PrefetchUnderWay] = {}
+        self._live: list[Request] = []
+        self._loads: LoadBack | None = None
+        self._backups: WriteThrough | None = None
+        if client is not None:
+            self._loads = LoadBack(
+                self._index,
+                self._components,
+                self._ledger,
+                client,
+                lambda component, n: self._take(component, n, Owner.TRANSFER),
+                self.counters,
+                lookup_timeout_s=lookup_timeout_s,
+                load_timeout_s=load_timeout_s,
+            )
+        if client is not None and write_policy is WritePolicy.WRITE_THROUGH:
+            self._backups = WriteThrough(
+                self._index,
+                self._components,
+                self._ledger,
+                client,
+                self.counters,
+                max_share=max_backup_share,
+            )
+
+    # ---- slots ----
+
+    @property
+    def pools(self) -> Mapping[str, SlotPool]:
+        """Per component; for reading."""
+        return self._ledger.pools
+
+    def alloc(self, component: str, n: int) -> SlotArray | None:
+        """`n` slots of a component, now the caller's: evicts what is least recently used and not in use
+        where needed. None, and nothing taken, when even that gives too few."""
+        self.poll()
+        slots = self._take(component, n, Owner.ENGINE)
+        self.counters.allocations_failed += slots is None
+        return slots
+
+    def free(self, component: str, slots: SlotArray) -> None:
+        """Give back slots that are the caller's: allocated, and not inserted. -1 entries are ignored.
+        Raises ValueError, before any change, for any other slot."""
+        self._ledger.give(component, np.asarray(slots, np.int32), Owner.ENGINE, Owner.NOBODY)
+
+    def evict(self, component: str, pages: int) -> int:
+        """Give up to `pages` pages of L1 back to the pool; how many went."""
+        self.poll()
+        return self._evict(component, pages)
+
+    def checkpoint(self, request: Request, component: str) -> int:
+        """A copy of the request's private slot, to be offered to `insert`: the caller's from now on.
+        -1, counted, when no slot is to be had: the request goes on without this checkpoint."""
+        self._check_live(request)
+        source = request.private[component]
+        slots = self._take(component, 1, Owner.ENGINE)
+        if slots is None:
+            self.counters.checkpoints_skipped += 1
+            return NO_SLOT
+        self._copy(component, source, int(slots[0]))
+        return int(slots[0])
+
+    # ---- requests ----
+
+    def prefetch(self, request_id: str, tokens: TokenArray, *, adapter: str = "", salt: str = "") -> None:
+        """The request is queued: have what storage holds of its prompt brought to host memory meanwhile.
+        Waits for nothing. Followed by `begin` or by `cancel`, under the same id."""
+        self.poll()
+        self.cancel(request_id)
+        if self._client is None or not self._client.ready:
+            return
+        prompt = Prompt(request_id, token_array(tokens), adapter, salt)
+        limit_pages = self._limit_pages(prompt.tokens)
+        match = self._index.match(self._namespace(prompt), prompt.tokens, limit_pages=limit_pages)
+        if match.boundaries[Tier.DEVICE] == limit_pages:
+            return
+        prefetching = self._client.prefetch(
+            prompt,
+            device=residency_of(self._index, self._components, match),
+            limit_pages=limit_pages,
+            policy=self._prefetch_policy,
+        )
+        if prefetching is not None:
+            self._prefetches[request_id] = prefetching
+            self.counters.prefetches += 1
+
+    def cancel(self, request_id: str) -> None:
+        """A queued request will not begin: end its prefetch, if there is one."""
+        prefetching = self._prefetches.pop(request_id, None)
+        if prefetching is not None:
+            prefetching.cancel()
+
+    def begin(
+        self,
+        request_id: str,
+        tokens: TokenArray,
+        *,
+        adapter: str = "",
+        salt: str = "",
+        private: Mapping[str, int] | None = None,
+    ) -> Request:
+        """Reuse as much of a prompt as L1 and the lower tiers can serve; at least one token is left to
+        compute. What the request reads stays in place until it ends.
+
+        `private`: per component with recurrent state, a slot of the caller's that becomes the request's
+        own; the checkpoint at the boundary is copied there, so that the request may go on from it and
+        change it. At boundary 0 nothing is copied. Waits at most for the prefetch, the lookup and the
+        load. Raises ValueError for a private slot that is not the caller's, before any change.
+        """
+        self.poll()
+        prompt = Prompt(request_id, token_array(tokens), adapter, salt)
+        private = dict(private or {})
+        self._check_private(private)
+        before = self._await_prefetch(request_id)
+        namespace, limit_pages = self._namespace(prompt), self._limit_pages(prompt.tokens)
+        match = self._index.match(namespace, prompt.tokens, limit_pages=limit_pages)
+        brought = NOTHING
+        if self._loads is not None and match.boundaries[Tier.DEVICE] < limit_pages:
+            brought = self._loads.bring(prompt, namespace, match, limit_pages)
+            match = self._index.match(namespace, prompt.tokens, limit_pages=limit_pages)
+        request = self._admit(prompt, namespace, match, brought, before)
+        self._count_hit(request, limit_pages)
+        for component, slot in private.items():
+            self._ledger.give(component, np.array([slot], np.int32), Owner.ENGINE, Owner.REQUEST)
+            request.private[component] = slot
+        try:
+            for component, slot in private.items():
+                if request.boundary:
+                    self._copy(component, int(request.slots[component][request.boundary - 1]), slot)
+        except BaseException:
+            self._end(request)
+            raise
+        return request
+
+    def insert(self, request: Request, tokens: TokenArray, slots: Mapping[str, SlotArray]) -> Inserted:
+        """Cache what the request has computed: `tokens` from the prompt's start, as many as have state in
+        place; the tail that fills no page stays the caller's.
+
+        `slots[component]`, one entry per whole page, -1 for none: those of pages from `request.n_pages`
+        on become the cache's (earlier entries are ignored: these pages are its own already). Where
+        another request was faster, the caller's slot is freed and `request.slots` names the one to use.
+        Raises ValueError before any change when a slot is not the caller's, or tokens do not continue the
+        request's.
+        """
+        return self._insert(request, tokens, slots, donate=False)
+
+    def advance(self, request: Request, boundary: int) -> None:
+        """The request now computes beyond `boundary` pages: what its windows no longer need, and the
+        checkpoint it began from, may be evicted."""
+        self._check_live(request)
+        for component in self._components:
+            if not component.coverage.whole_path and boundary > 0:
+                start = min(component.coverage.start(boundary), request.n_pages)
+                self._index.unpin_before(request.receipt, component.name, start)
+                request.slots[component.name][:start] = NO_SLOT
+
+    def finish(self, request: Request, tokens: TokenArray, slots: Mapping[str, SlotArray]) -> Inserted:
+        """Insert for the last time and end the request. A private slot may be offered too (its state must
+        be that of the page's end); one that is not goes back to the pool."""
+        inserted = self._insert(request, tokens, slots, donate=True)
+        self.counters.uncached_tail_tokens += inserted.tail_tokens
+        self._end(request)
+        return inserted
+
+    def abort(self, request: Request) -> None:
+        """End the request without inserting. Slots that the caller allocated for it and did not insert
+        stay the caller's to free; its private slots go back to the pool."""
+        self._check_live(request)
+        self._end(request)
+
+    # ---- upkeep ----
+
+    def poll(self) -> int:
+        """Reap transfers that have settled; how many. The other calls do it too: call this when idle."""
+        reaped = 0 if self._loads is None else self._loads.reap()
+        return reaped if self._backups is None else reaped + self._backups.reap()
+
+    def audit(self) -> list[str]:
+        """Recount everything; what is wrong, empty when nothing is."""
+        names = [component.name for component in self._components]
+        away = {
+            (name, Tier.DEVICE): self._ledger.owned(name, Owner.ENGINE, Owner.REQUEST, Owner.TRANSFER)
+            for name in names
+        }
+        pools = {(name, Tier.DEVICE): pool for name, pool in self.pools.items()}
+        return audit(self._index, pools, held=away) + [
+            complaint for name in names for complaint in self._audit_owners(name)
+        ]
+
+    def close(self) -> None:
+        """Cancel what is queued and leave the daemon. Slots stay where they are; the memory under them
+        may be unmapped, for the daemon has a mapping of its own."""
+        for request_id in list(self._prefetches):
+            self.cancel(request_id)
+        if self._client is not None:
+            self._client.close()
+
+    # ---- inside ----
+
+    def _namespace(self, prompt: Prompt) -> Namespace:
+        model, revision, layout, page_size = self._identity
+        return Namespace(model, revision, layout, page_size, prompt.adapter, prompt.salt)
+
+    def _limit_pages(self, tokens: TokenArray) -> int:
+        """Deepest boundary that leaves a token to compute."""
+        return max(0, len(tokens) - 1) // self._page_size
+
+    def _take(self, component: str, n: int, owner: Owner) -> SlotArray | None:
+        slots = self._ledger.take(component, n, owner)
+        if slots is None:
+            self._evict(component, n - self.pools[component].n_free)
+            slots = self._ledger.take(component, n, owner)
+        return slots
+
+    def _evict(self, component: str, pages: int) -> int:
+        eviction = self._index.evict(component, Tier.DEVICE, pages)
+        for name, slots in eviction.freed.items():
+            self._ledger.give(name, slots, Owner.INDEX, Owner.NOBODY)
+            self.counters.evicted_pages += len(slots)
+        return eviction.n_freed
+
+    def _copy(self, component: str, source: int, target: int) -> None:
+        if self._copy_slot is None:
+            raise ValueError("copy_slot: private slots need it; give it to the cache")
+        self._copy_slot(component, source, target)
+
+    def _check_private(self, private: Mapping[str, int]) -> None:
+        checkpoints = {c.name for c in self._components if isinstance(c.coverage, Checkpoint)}
+        for component, slot in private.items():
+            if component not in checkpoints:
+                raise ValueError(
+                    f"private: {component!r} keeps no checkpoints, only {sorted(checkpoints)} do"
+                )
+            if self._copy_slot is None:
+                raise ValueError("private: needs copy_slot; give it to the cache")
+            self._ledger.check(component, np.array([slot], np.int32), Owner.ENGINE)
+
+    def _await_prefetch(self, request_id: str) -> int | None:
+        """Wait for the request's prefetch; what L1 and L2 could serve before it, where that is known."""
+        prefetching = self._prefetches.pop(request_id, None)
+        if prefetching is None:
+            return None
+        if prefetching.wait(self._prefetch_wait_s) is None:
+            self.counters.prefetches_unanswered += 1
+        return prefetching.boundary_before
+
+    def _admit(
+        self, prompt: Prompt, namespace: Namespace, match: Match, brought: Brought, before: int | None
+    ) -> Request:
+        boundary = match.boundaries[Tier.DEVICE]
+        tokens = prompt.tokens[: boundary * self._page_size]
+        cursor = self._index.match(namespace, tokens).cursor
+        receipt = self._index.pin(cursor, boundary, tier=Tier.DEVICE)
+        self._index.touch(cursor, boundary)
+        name = next((c.name for c in self._components if c.coverage.whole_path), self._components[0].name)
+        came = brought.loaded.get(name, np.empty(0, np.int32))
+        came = came[came < boundary]
+        stored = 0 if before is None else int((came >= before).sum())
+        request = Request(
+            prompt=prompt,
+            namespace=namespace,
+            boundary=boundary,
+            cached_tokens=boundary * self._page_size,
+            slots={},
+            hit_pages={
+                Tier.DEVICE: boundary - len(came),
+                Tier.HOST: len(came) - stored,
+                Tier.STORAGE: stored,
+            },
+            branching_boundary=max(match.branching_boundary, brought.branching_boundary, boundary),
+            n_pages=boundary,
+            private={},
+            tokens=tokens,
+            cursor=cursor,
+            receipt=receipt,
+        )
+        self._read_slots(request)
+        self._live.append(request)
+        return request
+
+    def _read_slots(self, request: Request) -> None:
+        for component in self._components:
+            n_pages = request.n_pages
+            slots = np.full(n_pages, NO_SLOT, np.int32)
+            if n_pages:
+                start = component.coverage.start(n_pages)
+                slots[start:] = self._index.slots(request.cursor, component.name, Tier.DEVICE, start, n_pages)
+            request.slots[component.name] = slots
+
+    def _count_hit(self, request: Request, limit_pages: int) -> None:
+        counters = self.counters
+        counters.begun += 1
+        counters.asked_pages += limit_pages
+        counters.hit_device_pages += request.hit_pages[Tier.DEVICE]
+        counters.hit_host_pages += request.hit_pages[Tier.HOST]
+        counters.hit_storage_pages += request.hit_pages[Tier.STORAGE]
+        counters.no_overlap += limit_pages > 0 and not request.branching_boundary
+        counters.no_boundary += request.branching_boundary > request.boundary
+
+    def _insert(
+        self,
+        request: Request,
+        tokens: TokenArray,
+        slots: Mapping[str, SlotArray],
+        *,
+        donate: bool,
+    ) -> Inserted:
+        self._check_live(request)
+        self.poll()
+        tokens = token_array(tokens)
+        n_pages = len(tokens) // self._page_size
+        known = len(request.tokens)
+        if n_pages < request.n_pages or not np.array_equal(tokens[:known], request.tokens):
+            raise ValueError("tokens: must begin with those that the request has in the cache already")
+        offered = self._offered(request, n_pages, slots, donate=donate)
+        inserted = self._index.insert(
+            request.namespace,
+            tokens,
+            offered,
+            tier=Tier.DEVICE,
+            cursor=request.cursor,
+            first_page=request.n_pages,
+        )
+        for name, given in offered.items():
+            own = request.private.get(name)
+            if donate and own is not None and own in given:
+                self._ledger.give(name, np.array([own], np.int32), Owner.REQUEST, Owner.ENGINE)
+                del request.private[name]
+            redundant = inserted.redundant[name]
+            self._ledger.give(name, given, Owner.ENGINE, Owner.INDEX)
+            self._ledger.give(name, redundant, Owner.INDEX, Owner.NOBODY)
+            self.counters.inserted_pages += int((given != NO_SLOT).sum()) - len(redundant)
+            self.counters.redundant_pages += len(redundant)
+        self._move_pin(request, tokens, inserted)
+        if self._backups is not None:
+            prompt = request.prompt
+            self._backups.offer(
+                request.namespace, Prompt(prompt.request_id, request.tokens, prompt.adapter, prompt.salt)
+            )
+        return inserted
+
+    def _offered(
+        self, request: Request, n_pages: int, slots: Mapping[str, SlotArray], *, donate: bool
+    ) -> dict[str, SlotArray]:
+        """The slots of the pages that are new to the cache, all of them checked to be the caller's (or,
+        where that is allowed, the request's private one)."""
+        offered: dict[str, SlotArray] = {}
+        for name, given in slots.items():
+            if name not in self.pools:
+                raise ValueError(f"slots: no component {name!r}; there are {sorted(self.pools)}")
+            array = np.asarray(given, np.int32)
+            if array.shape != (n_pages,):
+                raise ValueError(f"slots of {name!r}: shape {array.shape} for {n_pages} whole pages")
+            new = array[request.n_pages :].copy()
+            own = request.private.get(name, NO_SLOT) if donate else NO_SLOT
+            others = new[(new != NO_SLOT) & (new != own)]
+            if len(others):
+                self._ledger.check(name, others, Owner.ENGINE)
+            if own != NO_SLOT and int((new == own).sum()) > 1:
+                raise ValueError(f"slots of {name!r}: the private slot is named twice")
+            offered[name] = new
+        return offered
+
+    def _move_pin(self, request: Request, tokens: TokenArray, inserted: Inserted) -> None:
+        """From now on the request holds what it needs at the end of what has been inserted."""
+        receipt = self._index.pin(inserted.cursor, inserted.n_pages, tier=Tier.DEVICE)
+        self._index.unpin(request.receipt)
+        request.receipt, request.cursor = receipt, inserted.cursor
+        request.n_pages = inserted.n_pages
+        request.tokens = tokens[: inserted.n_pages * self._page_size].copy()
+        self._read_slots(request)
+
+    def _end(self, request: Request) -> None:
+        self._index.unpin(request.receipt)
+        for component, slot in request.private.items():
+            self._ledger.give(component, np.array([slot], np.int32), Owner.REQUEST, Owner.NOBODY)
+        request.private.clear()
+        request.ended = True
+        self._live.remove(request)
+
+    def _check_live(self, request: Request) -> None:
+        if request.ended:
+            raise ValueError(f"request {request.prompt.request_id!r} has ended")
+
+    def _audit_owners(self, name: str) -> list[str]:
+        """The ledger against those who say that they own something."""
+        found = []
+        loads = [] if self._loads is None else [load.placements for load in self._loads.late]
+        backups = [] if self._backups is None else [backup.placements for backup in self._backups.running]
+        private = [request.private[name] for request in self._live if name in request.private]
+        for what, told, claimed in (
+            ("private slots", self._ledger.owned(name, Owner.REQUEST), private),
+            ("slots under a load", self._ledger.owned(name, Owner.TRANSFER), _slots_of(loads, name)),
+            ("slots under a backup", self._ledger.marked(name, Copy.UNDERWAY), _slots_of(backups, name)),
+        ):
+            if sorted(claimed) != told.tolist():
+                found.append(f"{name}: {what}: {sorted(claimed)} claimed, {told.tolist()} in the ledger")
+        index = self._ledger.owned(name, Owner.INDEX)
+        copied = self._ledger.marked(name, Copy.KNOWN)
+        if not np.isin(copied, index).all():
+            found.append(f"{name}: slots without a page that are said to be in host memory")
+        return found
+
+
+def _slots_of(placements: Sequence[Mapping[str, Placement]], name: str) -> list[int]:
+    return [slot for each in placements if name in each for slot in each[name].slots.tolist()]
