@@ -30,7 +30,7 @@ CHAIN_BROKEN = "chain_broken"
 _MAX_WAITING = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Offer:
     """A path whose pages are to be backed up."""
 
@@ -41,7 +41,7 @@ class Offer:
     """Whether this follows a refusal for a broken chain: not to be repeated for ever."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Backup:
     """One backup that is not settled."""
 

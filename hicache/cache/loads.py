@@ -27,7 +27,7 @@ Allocate = Callable[[str, int], SlotArray | None]
 """Free slots of a component for a transfer, by eviction where needed; None when there are not enough."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Load:
     """One load-back and everything it needs to end well."""
 
@@ -40,7 +40,7 @@ class Load:
     epoch: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Brought:
     """What came of asking the lower tiers."""
 

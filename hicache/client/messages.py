@@ -12,7 +12,7 @@ from enum import Enum
 from hicache.core.words import PageArray, SlotArray, TokenArray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """About which prompt a verb is, and for whom."""
 
@@ -22,7 +22,7 @@ class Prompt:
     salt: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placement:
     """Pages of one component and the engine's slots for them: equal lengths, pages ascending."""
 
@@ -38,7 +38,7 @@ class Lease:
     attachment: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Found:
     """What a lookup found."""
 
