@@ -67,10 +67,16 @@ class PinBook:
             parts.append(ready)
             whole = whole and bool(ready.all())
         last, top = segments[0], segments[-1]
-        held = None if whole else np.concatenate(parts[::-1])
-        self.open[receipt][lane.name] = Hold(
-            lane, last[0], top[0].start + top[1], last[0].start + last[2], held
-        )
+        start, stop = top[0].start + top[1], last[0].start + last[2]
+        held = None
+        if not whole:
+            held = np.concatenate(parts[::-1])
+            there = held.nonzero()[0]
+            if not len(there):
+                return
+            held = held[there[0] : there[-1] + 1]
+            start, stop = start + int(there[0]), start + int(there[-1]) + 1
+        self.open[receipt][lane.name] = Hold(lane, last[0], start, stop, held)
 
     def hold_pages(self, receipt: Receipt, lane: Lane, segments: list[Segment], pages: PageArray) -> None:
         """Pin exactly these pages, all of them in the segments. Raises ValueError, before any change of

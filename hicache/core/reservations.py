@@ -67,8 +67,9 @@ class Desk:
         self, lane: Lane, node: Node, offsets: Offsets, slots: SlotArray
     ) -> tuple[Offsets, SlotArray, SlotArray]:
         """Offsets and slots that still wait for this reservation, and the slots of pages that an insert
-        filled meanwhile."""
-        mine = node.block[lane.row, offsets] == INBOUND_BASE - slots
+        filled meanwhile (and that may be gone by now)."""
+        mine = offsets < node.n
+        mine[mine] = node.block[lane.row, offsets[mine]] == INBOUND_BASE - slots[mine]
         return offsets[mine], slots[mine], slots[~mine]
 
 

@@ -185,8 +185,8 @@ class Index(ReadableIndex):
         self._settle(segments, matched)
         self._tree.tick += 1
         self._touch(segments, depth)
-        for node, lane, offsets in filled:
-            self._occupancy.enqueue(node, lane, offsets)
+        for where, lane, offsets in filled:
+            self._occupancy.enqueue(where, lane, offsets)
         return Inserted(
             self._tree.cursor(namespace, node, depth),
             depth,
