@@ -38,7 +38,7 @@ Replied: TypeAlias = "asyncio.Future[Answer | Probed | None]"
 
 _MOST_UNSENT_BYTES = 8 << 20
 _LINGER_S = 1.0
-"""How long after its death a process's last words are waited for."""
+"""How long after a process's death its last words are waited for, and after its last words its death."""
 
 
 class WorkerProcess:
@@ -88,9 +88,8 @@ class WorkerProcess:
     @property
     def takes_requests(self) -> bool:
         """False once the process is ending, or takes nothing off its socket any more."""
-        return not self._writer.is_closing() and (
-            self._writer.transport.get_write_buffer_size() < _MOST_UNSENT_BYTES
-        )
+        transport = self._writer.transport
+        return not transport.is_closing() and transport.get_write_buffer_size() < _MOST_UNSENT_BYTES
 
     def ask(self, deadline_s: float, request: Callable[[int], Operation]) -> Replied:
         """Send the request that is made for an id. Raises ValueError, having done nothing, when it is too
@@ -98,6 +97,9 @@ class WorkerProcess:
         self._next_id += 1
         message = framed(request(self._next_id))
         replied: Replied = asyncio.get_running_loop().create_future()
+        if not self.takes_requests:
+            replied.set_result(None)
+            return replied
         self._unanswered[self._next_id] = (deadline_s, replied)
         self._writer.write(message)
         return replied
@@ -115,7 +117,7 @@ class WorkerProcess:
     async def close(self, timeout_s: float) -> bool:
         """Let it finish what runs and exit; kill it when that takes longer than half of `timeout_s`.
         False when it is still not dead at the end."""
-        with contextlib.suppress(ConnectionError):
+        if self.takes_requests:
             self._writer.write(framed(Close()))
         await asyncio.wait({self.ended}, timeout=timeout_s / 2)
         if not self.ended.done():
@@ -130,6 +132,7 @@ class WorkerProcess:
             await asyncio.wait({receiving}, timeout=_LINGER_S)  # replies that it sent before it died count
             receiving.cancel()
         self._writer.transport.abort()
+        await asyncio.wait({self._exited}, timeout=_LINGER_S)
         self.kill()  # a worker whose stream ended otherwise than by its death must not go on
         await asyncio.wait({self._exited})
         with contextlib.suppress(OSError):

@@ -105,6 +105,7 @@ class StorageTier:
         again in the background for ever, and `problem` says why; with `strict` the tier is stopped and
         StorageError is raised instead."""
         self._down = "starting"
+        self._first_try.clear()
         self._supervision = asyncio.create_task(self._supervise(), name=f"storage-{self.name}")
         self._supervision.add_done_callback(self._note_end_of_supervision)
         await self._first_try.wait()
@@ -247,7 +248,7 @@ class StorageTier:
             return None
         worker = self._worker
         try:
-            if worker is None or not worker.takes_requests:
+            if worker is None:
                 return None
             replied = worker.ask(deadline_s, lambda id_: request(id_, deadline_s))
             if budget is not None:
@@ -303,6 +304,7 @@ class StorageTier:
         if not problem:
             self._worker, self._down = worker, ""
             self._batch_problem = self._probe_problem = ""
+            worker.ended.add_done_callback(self._note_death)
             self._first_try.set()
             problem = await self._watch(worker)
             self._worker = None
@@ -317,14 +319,19 @@ class StorageTier:
         """Until the worker is dead or hangs. Returns why it is given up."""
         replied = self._probe(worker)
         while not worker.ended.done():
+            if replied.done():
+                replied = self._probe(worker)
             await asyncio.wait({worker.ended}, timeout=self._limits.probe_interval_s)
             _, late_s = worker.overdue()
             if late_s > self._limits.hang_s:
                 self._counters["hang_kills"] += 1
                 return f"the storage worker hung for {late_s:.1f} s and is started anew"
-            if replied.done():
-                replied = self._probe(worker)
-        return f"the storage worker {worker.ended.result()} and is started anew"
+        return self._down
+
+    def _note_death(self, ended: asyncio.Future[str]) -> None:
+        """At once, so that nobody asks a dead worker, or takes it for healthy."""
+        if self._worker is not None:  # else somebody gave it up before, and said why
+            self._worker, self._down = None, f"the storage worker {ended.result()} and is started anew"
 
     def _probe(self, worker: WorkerProcess) -> Replied:
         deadline_s = time.monotonic() + self._limits.probe_timeout_s
