@@ -8,6 +8,7 @@ the peer's uid, and never blocks the loop.
 
 from __future__ import annotations
 
+import array
 import asyncio
 import os
 import socket
@@ -135,16 +136,14 @@ class Handoff:
     def _receive(self, connection: _Connection) -> None:
         wanted = TICKET_BYTES - len(connection.ticket)
         try:
-            piece, fds, flags, _ = socket.recv_fds(
-                connection.sock, wanted, _MAX_FDS, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-            )
+            piece, fds, truncated = _receive_fds(connection.sock, wanted)
         except BlockingIOError:
             return
         except OSError:
             self._end(connection)
             return
         connection.fds.extend(fds)
-        if not piece or flags & socket.MSG_CTRUNC or len(connection.fds) > 1:
+        if not piece or truncated or len(connection.fds) > 1:
             self._refuse(connection, "end" if not piece else "more than one descriptor")
             return
         connection.ticket += piece
@@ -203,3 +202,16 @@ class Handoff:
         for fd in connection.fds:
             os.close(fd)
         connection.fds.clear()
+
+
+def _receive_fds(sock: socket.socket, most_bytes: int) -> tuple[bytes, list[int], bool]:
+    """Bytes, descriptors that no child process inherits, and whether more were sent than fit.
+    (`socket.recv_fds` drops its flags argument in Python 3.11.)"""
+    fds = array.array("i")
+    piece, ancillary, flags, _ = sock.recvmsg(
+        most_bytes, socket.CMSG_LEN(_MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return piece, list(fds), bool(flags & socket.MSG_CTRUNC)

@@ -10,9 +10,11 @@ from importlib import resources
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from controller.daemon.faults import Faults
 from controller.daemon.wire import DaemonStatus
 
 _HEADERS = {
@@ -25,15 +27,18 @@ _HEADERS = {
 class HttpServer:
     """The daemon's HTTP port."""
 
-    def __init__(self, snapshot: Callable[[], DaemonStatus], registry: CollectorRegistry) -> None:
+    def __init__(
+        self, snapshot: Callable[[], DaemonStatus], registry: CollectorRegistry, faults: Faults
+    ) -> None:
         self._snapshot = snapshot
+        self._faults = faults
         self._registry = registry
         self._page = resources.files("controller.daemon").joinpath("page.html").read_text(encoding="utf-8")
         self._runner: web.AppRunner | None = None
 
     async def start(self, address: str, port: int) -> int:
         """Listen; the port, which matters when 0 was asked for. Raises OSError when it is taken."""
-        app = web.Application()
+        app = web.Application(middlewares=[self._guarded])
         app.add_routes(
             [
                 web.get("/", self._show),
@@ -53,6 +58,16 @@ class HttpServer:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPException:
+            raise
+        except Exception as error:  # noqa: BLE001 - last line of defence: counted, logged, in health
+            self._faults.caught(f"http {request.path}", error)
+            return web.Response(status=500, text="internal error; the daemon's log has the trace\n")
 
     async def _show(self, request: web.Request) -> web.Response:
         return web.Response(text=self._page, content_type="text/html", headers=_HEADERS)

@@ -47,7 +47,12 @@ def configure_logs(level: str, form: str, max_per_event: int) -> None:
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if form == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=24)
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(),
+            pad_event_to=24,
+            # Never one that shows local variables: prompts and tenants' salts are among them.
+            exception_formatter=structlog.dev.plain_traceback,
+        )
     )
     traces: list[structlog.typing.Processor] = (
         [structlog.processors.format_exc_info] if form == "json" else []

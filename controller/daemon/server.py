@@ -194,7 +194,7 @@ class Daemon:
             grace_s=server.grace_s,
             daemon_pid=os.getpid(),
         )
-        admin = AdminService(self.snapshot, self._controller, self._readiness)
+        admin = AdminService(self.snapshot, self._controller, self._readiness, self._faults)
         # The generated functions carry no annotations.
         pb_grpc.add_HybridCacheServicer_to_server(service, self._grpc)  # type: ignore[no-untyped-call]
         pb_grpc.add_AdminServicer_to_server(admin, self._grpc)  # type: ignore[no-untyped-call]
@@ -213,7 +213,7 @@ class Daemon:
         stack.push_async_callback(self._stop_serving, server.grace_s)
 
     async def _listen_http(self, http: Http, stack: AsyncExitStack) -> None:
-        server = HttpServer(self.snapshot, self._registry)
+        server = HttpServer(self.snapshot, self._registry, self._faults)
         stack.push_async_callback(server.stop)
         try:
             port = await server.start(http.address, http.port)

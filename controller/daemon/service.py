@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 import grpc
 import structlog
@@ -28,6 +28,7 @@ from controller.requests import InvalidRequest, RequestError
 from proto.v1 import hicache_pb2 as pb
 from proto.v1 import hicache_pb2_grpc as pb_grpc
 
+T = TypeVar("T")
 log = structlog.get_logger("hicache.service")
 
 
@@ -244,21 +245,35 @@ class AdminService(pb_grpc.AdminServicer):
     """What operators call."""
 
     def __init__(
-        self, snapshot: Callable[[], DaemonStatus], controller: Controller, readiness: Readiness
+        self,
+        snapshot: Callable[[], DaemonStatus],
+        controller: Controller,
+        readiness: Readiness,
+        faults: Faults,
     ) -> None:
         self._snapshot = snapshot
         self._controller = controller
         self._readiness = readiness
+        self._faults = faults
 
     async def Status(self, request: pb.StatusRequest, context: Unary) -> pb.StatusReply:
-        return wire.status_reply(self._snapshot())
+        return await self._answer("status", lambda: wire.status_reply(self._snapshot()), context)
 
     async def Flush(self, request: pb.FlushRequest, context: Unary) -> pb.FlushReply:
-        try:
-            self._readiness.check()
-        except RequestError as error:
-            refusal = refused(error)
-            await context.abort(refusal.code, refusal.message)
+        return await self._answer("flush", self._flush, context)
+
+    def _flush(self) -> pb.FlushReply:
+        self._readiness.check()
         dropped_pages, kept_pages = self._controller.flush()
         log.info("flushed", dropped_pages=dropped_pages, kept_pages=kept_pages)
         return pb.FlushReply(dropped_pages=dropped_pages, kept_pages=kept_pages)
+
+    async def _answer(self, where: str, work: Callable[[], T], context: Unary) -> T:
+        try:
+            return work()
+        except RequestError as error:
+            refusal = refused(error)
+        except Exception as error:  # noqa: BLE001 - last line of defence: counted, logged, in health
+            self._faults.caught(where, error)
+            refusal = Refusal(StatusCode.INTERNAL, INTERNAL_TEXT)
+        return await context.abort(refusal.code, refusal.message)
