@@ -133,7 +133,7 @@ class Node:
         self.queued: list[int | None] = [None] * lanes
         """Per lane: key of the node's entry in the eviction queue, never above its best victim's."""
         self.blocked = 0
-        """Bit per lane: pages were passed over as pinned or inbound when the queue last looked."""
+        """Bit per lane: the queue's entry may be above the keys of pages that are pinned or inbound now."""
         self.dead_from = UNBROKEN
         """First page that a whole-path component cannot reach in any tier."""
         self.cuts: list[tuple[int, int]] | None = None

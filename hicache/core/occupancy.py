@@ -123,32 +123,28 @@ class Occupancy:
                 first = int(gap.argmax()) if len(gap) else 0
                 node.dead_from = node.start + first if len(gap) and gap[first] else UNBROKEN
             if node.dead_from < before:
-                self._requeue_all(node)
+                self._came_to_be_dead(node)
             if (node.dead_from < UNBROKEN) != (before < UNBROKEN) and node.children is not None:
                 todo.extend(node.children.values())
 
-    def _requeue_all(self, node: Node) -> None:
+    def _came_to_be_dead(self, node: Node) -> None:
+        """The keys of pages fell: of those that can go now, and of those that are stuck as yet."""
+        node.blocked = (1 << self.shape.n_lanes) - 1
         for lane in self.shape.lanes:
             self.queues.requeue(node, lane)
 
     def drop_dependants(self, node: Node, since: int, lanes: tuple[Lane, ...], freed: Freed) -> None:
         """After a whole-path page at offset `since` was lost in every tier: give up everything unpinned in
         these lanes from there on, here and beneath. What is pinned or inbound stays, as dead weight."""
-        was_dead = node.dead_from < UNBROKEN
-        until = min(node.n, node.dead_from - node.start)
-        self._drop(node, slice(since, until), lanes, freed)
-        leaves = []
-        todo = [] if was_dead or node.children is None else list(node.children.values())
+        todo, emptied = [(node, since)], []
         while todo:
-            child = todo.pop()
-            self._drop(child, slice(0, child.n), lanes, freed)
-            if child.children is None:
-                leaves.append(child)
-            else:
-                todo.extend(child.children.values())
-        for leaf in leaves:
-            self.tree.trim(leaf)
-        self.tree.trim(node)
+            below, start = todo.pop()
+            self._drop(below, slice(start, min(below.n, below.dead_from - below.start)), lanes, freed)
+            emptied.append(below)
+            if below.dead_from == UNBROKEN and below.children is not None:
+                todo.extend((child, 0) for child in below.children.values())
+        for below in reversed(emptied):
+            self.tree.trim(below)
         if node.n > since:
             self.settle(node)
 
