@@ -79,8 +79,8 @@ def at_once(*tasks: Callable[[], None]) -> None:
             running.result(DEADLINE_S)
 
 
-class StorageBackendLaws:
-    """What holds for every backend."""
+class BenchOfBackend:
+    """Gives the laws a bench over the fixture `backend`."""
 
     @pytest.fixture
     def backend(self) -> Iterator[StorageBackend]:
@@ -90,7 +90,9 @@ class StorageBackendLaws:
     def bench(self, backend: StorageBackend) -> Bench:
         return Bench(backend)
 
-    # objects
+
+class ObjectLaws(BenchOfBackend):
+    """Bytes come back as they went; writing again and deleting mean what they say."""
 
     def test_what_was_written_is_read_byte_for_byte(self, bench: Bench) -> None:
         assert bench.write("a", "b", "c") == [OK, OK, OK]
@@ -129,7 +131,28 @@ class StorageBackendLaws:
         assert bench.put("poison", poison) is OK
         assert bench.read("poison", nbytes=len(poison)) == [poison]
 
-    # absent, wrong size, out of range
+    def test_writing_what_is_there_is_a_success(self, bench: Bench) -> None:
+        """L3-03: keys are content addresses, so a duplicate is normal, and there is one object."""
+        assert [bench.write("k"), bench.write("k"), bench.write("k", "k")] == [[OK], [OK], [OK, OK]]
+        assert bench.read("k") == bench.contents("k")
+        assert bench.backend.usage().n_objects == 1
+
+    def test_a_deleted_object_is_absent_and_can_be_written_again(self, bench: Bench) -> None:
+        bench.write("a", "b")
+        assert bench.backend.delete(["a"]) == [OK]
+        assert bench.backend.contains(["a", "b"]) == [ABSENT, OK]
+        assert bench.read("a", "b") == [ABSENT, content_of("b")]
+        assert bench.backend.delete(["a"]) == [ABSENT]
+        assert bench.write("a") == [OK]
+        assert bench.read("a") == bench.contents("a")
+
+    def test_an_object_deleted_twice_in_a_batch_is_absent_the_second_time(self, bench: Bench) -> None:
+        bench.write("a")
+        assert bench.backend.delete(["a", "a"]) == [OK, ABSENT]
+
+
+class OutcomeLaws(BenchOfBackend):
+    """Each item has its own outcome, in its own place."""
 
     def test_absent_is_not_failed(self, bench: Bench) -> None:
         assert bench.backend.contains(["never"]) == [ABSENT]
@@ -184,28 +207,9 @@ class StorageBackendLaws:
         assert set(bench.backend.contains(keys)) == {OK}
         assert bench.read(*keys, nbytes=256) == bench.contents(*keys, nbytes=256)
 
-    # writing again, deleting
 
-    def test_writing_what_is_there_is_a_success(self, bench: Bench) -> None:
-        """L3-03: keys are content addresses, so a duplicate is normal, and there is one object."""
-        assert [bench.write("k"), bench.write("k"), bench.write("k", "k")] == [[OK], [OK], [OK, OK]]
-        assert bench.read("k") == bench.contents("k")
-        assert bench.backend.usage().n_objects == 1
-
-    def test_a_deleted_object_is_absent_and_can_be_written_again(self, bench: Bench) -> None:
-        bench.write("a", "b")
-        assert bench.backend.delete(["a"]) == [OK]
-        assert bench.backend.contains(["a", "b"]) == [ABSENT, OK]
-        assert bench.read("a", "b") == [ABSENT, content_of("b")]
-        assert bench.backend.delete(["a"]) == [ABSENT]
-        assert bench.write("a") == [OK]
-        assert bench.read("a") == bench.contents("a")
-
-    def test_an_object_deleted_twice_in_a_batch_is_absent_the_second_time(self, bench: Bench) -> None:
-        bench.write("a")
-        assert bench.backend.delete(["a", "a"]) == [OK, ABSENT]
-
-    # keys
+class KeyLaws(BenchOfBackend):
+    """Keys are opaque."""
 
     @pytest.mark.parametrize("length", [1, 100, 255, 256, 4096])
     def test_keys_of_unusual_length(self, bench: Bench, length: int) -> None:
@@ -261,7 +265,9 @@ class StorageBackendLaws:
         assert bench.backend.delete([ours]) == [OK]
         assert bench.read(ours, theirs, rank) == [ABSENT, content_of(theirs), content_of(rank)]
 
-    # threads
+
+class ThreadLaws(BenchOfBackend):
+    """All calls may come from several threads at once."""
 
     def test_threads_work_on_different_keys_at_once(self, bench: Bench) -> None:
         def work(thread: int) -> None:
@@ -312,7 +318,9 @@ class StorageBackendLaws:
 
         at_once(write, read)
 
-    # as a whole
+
+class StorageBackendLaws(ObjectLaws, OutcomeLaws, KeyLaws, ThreadLaws):
+    """What holds for every backend."""
 
     def test_usage_counts_objects_and_bytes(self, bench: Bench) -> None:
         before = bench.backend.usage()
