@@ -75,6 +75,18 @@ def test_neighbouring_slots_of_two_planes_are_two_strided_copies(calls: Calls) -
     assert (calls.even, calls.staged, calls.each) == ([20, 20], [], [])
 
 
+def test_a_run_of_even_distances_ends_where_sizes_change(calls: Calls) -> None:
+    sizes = [90, *[60] * 12, 70, *[80] * 3, *[50] * 11]
+    target = np.zeros_like(SOURCE)
+    pieces = [(200 * i, 300 * i, nbytes) for i, nbytes in enumerate(sizes)]
+    CpuCopyEngine().copy(table_of(SOURCE, target, pieces))
+    expected = np.zeros_like(SOURCE)
+    for source_at, target_at, nbytes in pieces:
+        expected[target_at : target_at + nbytes] = SOURCE[source_at : source_at + nbytes]
+    assert np.array_equal(target, expected)
+    assert calls.even == [12, 11]
+
+
 def test_scattered_small_pieces_are_staged_by_size(calls: Calls) -> None:
     order = np.random.default_rng(5).permutation(60).tolist()
     moved([(500 * i, 400 * k, 100 if k % 2 else 300) for k, i in enumerate(order)])
