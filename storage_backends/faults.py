@@ -17,7 +17,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from storage_backends.base import Item, Outcome, StorageBackend, StorageError, Usage
-from storage_backends.specs import FileSpec, MemorySpec, Spec, open_backend
+from storage_backends.specs import BackendSpec, Spec, open_backend
 
 
 class FaultKind(Enum):
@@ -63,7 +63,7 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class FaultySpec(Spec, frozen=True, kw_only=True, tag="faulty"):
     """A backend and what goes wrong with it."""
 
-    inner: FileSpec | MemorySpec
+    inner: BackendSpec
     faults: tuple[Fault, ...] = ()
     seed: int = 0
     gate: str = ""

@@ -14,9 +14,9 @@ from msgspec import Struct
 
 from storage_backends.base import Item, Outcome, Usage
 from storage_backends.faults import FaultySpec
-from storage_backends.specs import FileSpec, MemorySpec
+from storage_backends.specs import BackendSpec
 
-WorkerSpec: TypeAlias = FileSpec | MemorySpec | FaultySpec
+WorkerSpec: TypeAlias = BackendSpec | FaultySpec
 """Every backend that a worker can open: those of the configuration, and the one for tests."""
 
 LENGTH = struct.Struct("<I")

@@ -55,9 +55,8 @@ def main() -> int:
     arguments.add_argument("--slab-fd", type=int, required=True)
     arguments.add_argument("--parent-pid", type=int, required=True)
     given = arguments.parse_args()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C in a terminal is for the daemon, which then closes us
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # for the daemon, which closes us once it has drained
     _end_with_parent(given.parent_pid)
     _keep_freed_memory()
     link = Link(socket.socket(fileno=given.socket_fd))

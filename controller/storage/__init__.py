@@ -4,6 +4,7 @@ Owns deadlines, bytes in flight and the worker process that the backend runs in.
 frame (the controller verifies what was read) and never decides what is worth storing.
 """
 
+from controller.storage.stack import Member, StorageStack, TierPolicy
 from controller.storage.tier import StorageLimits, StorageTier, Transfer
 
-__all__ = ["StorageLimits", "StorageTier", "Transfer"]
+__all__ = ["Member", "StorageLimits", "StorageStack", "StorageTier", "TierPolicy", "Transfer"]

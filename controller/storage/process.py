@@ -73,6 +73,7 @@ class WorkerProcess:
                     _command(theirs.fileno(), slab_fd),
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(), slab_fd),
+                    start_new_session=True,  # Ctrl-C in a terminal is for the daemon
                 )
             except OSError:
                 writer.transport.abort()

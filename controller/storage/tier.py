@@ -42,7 +42,8 @@ class StorageLimits:
     hang_s: float = 5.0
     """A worker that is this late with an answer is killed and started anew."""
     probe_interval_s: float = 1.0
-    """How often the backend's health and usage are asked, and lateness is looked at."""
+    """How often the backend's health and usage are asked, and the worker's lateness is looked at; one that
+    is not later than this is no problem yet."""
     probe_timeout_s: float = 2.0
     restart_min_s: float = 0.1
     restart_max_s: float = 3.0
@@ -179,7 +180,7 @@ class StorageTier:
         if self._down:
             return self._down
         n_late, late_s = self._worker.overdue() if self._worker else (0, 0.0)
-        if n_late:
+        if late_s > self._limits.probe_interval_s:
             return f"{n_late} storage operations are past their deadline, the longest by {late_s:.1f} s"
         return self._batch_problem or self._probe_problem
 

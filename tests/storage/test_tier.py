@@ -245,7 +245,7 @@ async def test_a_frozen_read_fails_at_its_deadline_and_settles_when_the_answer_c
     places = slab.places("a")
     late = await tier.read(places, timeout_s=SHORT_S)
     assert (late.outcomes, late.settled.done()) == ([FAILED], False)
-    assert "past their deadline" in tier.problem
+    await eventually(lambda: "past their deadline" in tier.problem)
     assert (await tier.read(slab.places("b"), timeout_s=DEADLINE_S)).outcomes == [OK]
     assert not late.settled.done()
     assert not slab.holds(places)
@@ -303,7 +303,7 @@ async def test_every_call_returns_at_its_deadline_from_a_stopped_worker(
         write = await tier.write(slab.fill("a"), timeout_s=SHORT_S)
     assert (read.outcomes, read.settled.done()) == ([FAILED], False)
     assert (write.outcomes, write.settled.done()) == ([FAILED], False)
-    assert not tier.healthy
+    await eventually(lambda: not tier.healthy)
     os.kill(pid_of(tier), signal.SIGCONT)
     await settles(read.settled)
     await settles(write.settled)

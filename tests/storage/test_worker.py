@@ -217,9 +217,13 @@ def test_it_ends_when_the_socket_closes_while_an_operation_is_frozen(
     assert daemon.ends() == 2
 
 
-def test_an_interrupt_from_the_terminal_is_not_for_it(serving: Callable[[WorkerSpec], Daemon]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_group_is_not_for_it(
+    serving: Callable[[WorkerSpec], Daemon], number: signal.Signals
+) -> None:
+    """LIFE-05: service managers signal all processes; the daemon still needs its worker to drain."""
     daemon = serving(MemorySpec())
-    daemon.process.send_signal(signal.SIGINT)
+    daemon.process.send_signal(number)
     daemon.say(Contains(1, later(), ["a"]))
     assert daemon.hear() == Answer(1, [Outcome.ABSENT])
 
