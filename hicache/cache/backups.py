@@ -1,7 +1,9 @@
 """WriteThrough: offers what enters L1 to the lower tiers, and remembers what they have.
 
 Pages under a backup stay pinned until it is settled: their bytes must not change while they may still be
-read. Bounded by a share of each component's slots; what does not fit is put off, never waited for.
+read. What that keeps in L1 is bounded by a share of each component's slots, for whole-path components
+counted with the prefix that a pinned page keeps in place; a single path may exceed it. What does not fit
+is put off, never waited for.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class WriteThrough:
         self._ledger = ledger
         self._lower = lower
         self._counters = counters
-        self._room = {c.name: max(1, int(max_share * ledger.pools[c.name].n_slots)) for c in components}
+        self._share = {c.name: max(1, int(max_share * ledger.pools[c.name].n_slots)) for c in components}
+        self._pinned = dict.fromkeys(self._share, 0)
         self._running: list[Backup] = []
         self._waiting: deque[Offer] = deque()
         self._epoch = lower.epoch
@@ -82,7 +85,7 @@ class WriteThrough:
     def offer(self, namespace: Namespace, prompt: Prompt) -> None:
         """Back up what this path has in L1 and the host is not known to have. Waits for nothing."""
         offer = Offer(namespace, prompt)
-        if not self._start(offer):
+        if self._waiting or not self._start(offer):
             self._put_off(offer)
 
     def reap(self) -> int:
@@ -116,7 +119,7 @@ class WriteThrough:
         if not self._lower.ready:
             return False
         cursor, wanted = self._missing(offer)
-        reach = self._affordable(wanted)
+        reach = self._affordable(offer, wanted)
         placements = {
             name: Placement(p.pages[p.pages < reach], p.slots[p.pages < reach]) for name, p in wanted.items()
         }
@@ -127,7 +130,7 @@ class WriteThrough:
         receipt = self._index.pin_pages(cursor, {n: p.pages for n, p in placements.items()}, tier=Tier.DEVICE)
         transfer = self._lower.start_backup(offer.prompt, placements)
         for name, placement in placements.items():
-            self._room[name] -= len(placement.pages)
+            self._pinned[name] += len(placement.pages)
             self._ledger.mark(name, placement.slots, Copy.UNDERWAY)
         self._counters.backups += 1
         self._running.append(Backup(offer, placements, transfer, receipt, self._lower.epoch))
@@ -144,14 +147,30 @@ class WriteThrough:
             wanted[component.name] = Placement(pages[new], slots[pages[new]])
         return match.cursor, wanted
 
-    def _affordable(self, wanted: Mapping[str, Placement]) -> int:
+    def _affordable(self, offer: Offer, wanted: Mapping[str, Placement]) -> int:
         """The page from which on some component's share is spent: all are cut there, so that no child is
         offered before its parents."""
         reach = 1 << 31
-        for name, placement in wanted.items():
-            if len(placement.pages) > self._room[name]:
-                reach = min(reach, int(placement.pages[self._room[name]]))
+        others = self._held_elsewhere(offer)
+        for component in self._components:
+            pages, share = wanted[component.name].pages, self._share[component.name]
+            room = share - self._pinned[component.name]
+            if component.coverage.whole_path:
+                reach = min(reach, max(0, share - others)) if others else reach
+            elif len(pages) > room:
+                reach = min(reach, int(pages[max(0, room)]))
         return reach
+
+    def _held_elsewhere(self, offer: Offer) -> int:
+        """Pages that running backups of other paths keep in L1: each its deepest page and all before it."""
+        held: list[tuple[Offer, int]] = []
+        for backup in sorted(self._running, key=lambda backup: -len(backup.offer.prompt.tokens)):
+            other = backup.offer
+            if not _contains(offer, other) and not _contains(other, offer):
+                depth = max(int(p.pages[-1]) + 1 for p in backup.placements.values())
+                held.append((other, depth))
+        paths = [n for n, (path, _) in enumerate(held) if not any(_contains(o, path) for o, _ in held[:n])]
+        return sum(max(depth for path, depth in held if _contains(held[n][0], path)) for n in paths)
 
     def _end(self, backup: Backup) -> None:
         """A settled backup: its pages may change again."""
@@ -161,7 +180,7 @@ class WriteThrough:
         self._counters.backups_failed += not done
         broken = False
         for name, placement in backup.placements.items():
-            self._room[name] += len(placement.pages)
+            self._pinned[name] -= len(placement.pages)
             known = False
             if done and name in outcomes:
                 outcome = outcomes[name]

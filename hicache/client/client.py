@@ -88,6 +88,7 @@ class Client:
         self._epoch = 0
         self._attachments = 0
         self._problem = "the daemon has not answered yet"
+        self._logged = ""
         self._thread = threading.Thread(target=self._keep_attached, name="hicache-client", daemon=True)
         self._thread.start()
 
@@ -229,14 +230,14 @@ class Client:
                 self._attach_once()
                 pause_s = backoff_s
             except _Refused as refusal:
-                self._trouble(f"the daemon refused this engine: {refusal}")
+                self._trouble(f"the daemon refused this engine: {refusal}", log_as=str(refusal))
                 pause_s = _REFUSED_BACKOFF_S
             except (OSError, grpc.RpcError) as error:
-                self._trouble(f"the daemon is away: {_reason(error)}")
+                self._trouble(f"the daemon is away: {_reason(error)}", log_as="away")
                 pause_s = backoff_s
             except Exception as error:
                 log.exception("hicache client: unexpected error")
-                self._trouble(f"unexpected error: {error!r}")
+                self._problem = f"unexpected error: {error!r}"
                 pause_s = _REFUSED_BACKOFF_S
             backoff_s = _BACKOFF_S[0] if self._epoch != epoch else min(2 * backoff_s, _BACKOFF_S[1])
             self._closing.wait(pause_s * random.uniform(0.8, 1.2))
@@ -297,7 +298,7 @@ class Client:
             while True:
                 connection.deliver(next(stream))
         except StopIteration:
-            self._trouble("the daemon ended the connection")
+            self._trouble("the daemon ended the connection", log_as="away")
         except grpc.RpcError as error:
             if not self._attached.is_set() and _refuses(error):
                 raise _Refused(_reason(error)) from error
@@ -321,15 +322,15 @@ class Client:
                 "dies during a transfer, the slots under it stay out of use"
             )
         log.info("hicache: attached to daemon %s (boot %s)", self._daemon.pid, registered.boot_id)
-        self._problem = ""
+        self._problem = self._logged = ""
         self._connection = connection
         self._attached.set()
 
-    def _trouble(self, problem: str) -> None:
-        """Show a problem, and log it once however often it is met in a row."""
-        if problem != self._problem and not self._closing.is_set():
+    def _trouble(self, problem: str, *, log_as: str) -> None:
+        """Show a problem, and log it once however often its like is met in a row."""
+        if log_as != self._logged and not self._closing.is_set():
             log.warning("hicache: %s", problem)
-        self._problem = problem
+        self._problem, self._logged = problem, log_as
 
 
 def _lookup_message(prompt: Prompt, device: Mapping[str, BoolArray], limit_pages: int) -> pb.EngineMessage:

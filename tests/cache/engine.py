@@ -9,7 +9,7 @@ import numpy as np
 from fake_lower import PAGE_TOKENS, FakeLower, fill, make_layout, make_memory, tag
 
 from hicache.cache import Request, UnifiedRadixCache
-from hicache.client import Prompt
+from hicache.client import Placement, Prompt
 from hicache.core.coverage import Checkpoint
 from hicache.core.words import NO_SLOT, SlotArray, TokenArray
 
@@ -126,6 +126,13 @@ class Engine:
     def check(self) -> None:
         """Nothing leaks, and every running request still reads what recomputation would have stored."""
         assert self.cache.audit() == []
+        for transfer in self.lower.unsettled():
+            for name, placement in transfer.placements.items():
+                used = self.cache.pools[name].used_slots()
+                assert np.isin(placement.slots, used).all(), f"slots of an unsettled {transfer.kind} are free"
+                assert not set(self.mine[name]) & set(placement.slots.tolist())
+                if transfer.kind == "backup":
+                    self._check_sources(transfer.prompt, name, placement)
         for running in self.running:
             request = running.request
             for component in self.components:
@@ -136,6 +143,11 @@ class Engine:
                     assert np.array_equal(got, tag(running.prompt, component.name, page)), (
                         f"{component.name} page {page} of {running.prompt.request_id}: other bytes"
                     )
+
+    def _check_sources(self, prompt: Prompt, name: str, placement: Placement) -> None:
+        """What a backup may still read is what was computed."""
+        for page, slot in zip(placement.pages.tolist(), placement.slots.tolist(), strict=True):
+            assert np.array_equal(self.memory[name][slot], tag(prompt, name, page)), "changed under a backup"
 
     def free_slots(self) -> dict[str, int]:
         return {name: pool.n_free for name, pool in self.cache.pools.items()}

@@ -69,6 +69,7 @@ class FakeTransfer:
     """A load or backup; `act` moves the bytes."""
 
     kind: str
+    prompt: Prompt
     placements: Mapping[str, Placement]
     act: Callable[[], None]
     spoil: Callable[[], None]
@@ -185,7 +186,7 @@ class FakeLower:
             for name, placement in placements.items():
                 self.memory[name][placement.slots] = GARBAGE
 
-        transfer = FakeTransfer("load", placements, act, spoil, at_wait=self.on_load)
+        transfer = FakeTransfer("load", prompt, placements, act, spoil, at_wait=self.on_load)
         self.loads.append(transfer)
         return transfer
 
@@ -207,7 +208,7 @@ class FakeLower:
                 for name, p in placements.items()
             }
 
-        transfer = FakeTransfer("backup", placements, act, lambda: None, outcomes)
+        transfer = FakeTransfer("backup", prompt, placements, act, lambda: None, outcomes)
         self.backups.append(transfer)
         self.on_backup(transfer)
         return transfer

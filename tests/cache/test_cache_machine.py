@@ -22,7 +22,9 @@ def hang(transfer: FakeTransfer) -> None:
     """The deadline passes."""
 
 
-ENDS = st.sampled_from([FakeTransfer.succeed, FakeTransfer.succeed, FakeTransfer.fail, FakeTransfer.lose, hang])
+ENDS = st.sampled_from(
+    [FakeTransfer.succeed, FakeTransfer.succeed, FakeTransfer.fail, FakeTransfer.lose, hang]
+)
 
 
 class EngineLife(RuleBasedStateMachine):
@@ -76,6 +78,20 @@ class EngineLife(RuleBasedStateMachine):
             assert request.boundary <= expected
         else:
             assert request.boundary == expected, "less than L1 and the host can serve"
+
+    @rule(pages=PAGES, salt=TENANTS)
+    def have_in_the_host_only(self, pages: list[int], salt: str) -> None:
+        """As far as it fits."""
+        temper, ready = (self.lower.on_load, self.lower.on_backup), self.lower.ready
+        self.lower.on_load = self.lower.on_backup = FakeTransfer.succeed
+        self.lower.ready = True
+        running = self.engine.begin(tokens_of(*pages), salt=salt)
+        assert running is not None
+        for to in range(running.request.n_pages + 1, len(pages) + 1):
+            self.engine.compute(running, to)
+        self.engine.finish(running)
+        self.engine.drop_l1()
+        (self.lower.on_load, self.lower.on_backup), self.lower.ready = temper, ready
 
     @precondition(lambda self: self.engine.running)
     @rule(n=MANY, pages=st.integers(1, 3), checkpoint=st.booleans())
@@ -216,8 +232,8 @@ def test_every_life_of_an_engine(sizes: dict[str, int]) -> None:
     machine = type("EngineLifeOf" + "And".join(sizes), (EngineLife,), {"sizes": sizes})
     case = machine.TestCase
     case.settings = settings(
-        max_examples=120,
-        stateful_step_count=40,
+        max_examples=40,
+        stateful_step_count=50,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )

@@ -558,21 +558,44 @@ def test_a_backup_that_was_lost_keeps_its_pages_until_nothing_can_read_them() ->
 
 def test_backups_hold_no_more_than_their_share_and_go_on_prefix_first() -> None:
     """A burst waits in a bounded list, not in pinned pages; parents go before children."""
-    engine = Engine(share=0.25, full=16, mamba=4)
+    engine = Engine(share=0.25, full=16, swa=16)
     engine.lower.on_backup = hang
-    engine.serve(tokens_of(1, 2, 3, 4, 5, 6, 7))
-    (first,) = engine.lower.backups
-    assert {n: p.pages.tolist() for n, p in first.placements.items()} == {"full": [0, 1, 2, 3]}
+    running = engine.begin(tokens_of(1, 2, 3, 4, 5, 6, 7))
+    assert running is not None
+    for page in range(1, 8):
+        assert engine.compute(running, page)
+    engine.finish(running)
+    assert sum(len(b.placements["swa"].pages) for b in engine.lower.backups) == 4
+    assert max(int(b.placements["full"].pages[-1]) for b in engine.lower.backups) == 3
+    first = len(engine.lower.backups)
     engine.serve(tokens_of(8, 9))
-    assert len(engine.lower.backups) == 1
+    assert len(engine.lower.backups) == first
     assert engine.cache.counters.backups_put_off == 2
     engine.lower.on_backup = FakeTransfer.succeed
-    first.succeed()
-    for _ in range(3):
-        engine.cache.poll()
+    for backup in engine.lower.backups[:first]:
+        backup.succeed()
+    while engine.cache.poll():
+        pass
     engine.drop_l1()
     assert boundary_of(engine, 1, 2, 3, 4, 5, 6, 7) == 7
     assert boundary_of(engine, 8, 9) == 2
+
+
+def test_a_pinned_page_counts_with_the_prefix_that_it_keeps_and_one_path_may_always_go() -> None:
+    engine = Engine(share=0.25, full=24)
+    engine.lower.on_backup = hang
+    engine.serve(tokens_of(1, 2, 3, 4, 5, 6, 7, 8))
+    engine.serve(tokens_of(1, 2, 3, 4, 5, 6, 7, 8, 9))
+    assert [b.placements["full"].pages.tolist() for b in engine.lower.backups] == [list(range(8)), [8]]
+    engine.serve(tokens_of(11))
+    assert len(engine.lower.backups) == 2, "another path went although one holds more than the share"
+    assert engine.cache.alloc("full", 24 - 9 - 1) is not None
+    for backup in list(engine.lower.backups):
+        backup.succeed()
+    engine.cache.poll()
+    assert len(engine.lower.backups) == 3
+    engine.serve(tokens_of(12))
+    assert len(engine.lower.backups) == 4, "two short paths fit the share together"
 
 
 def test_backups_wait_for_the_daemon_and_the_list_is_bounded() -> None:
