@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hicache.cache.counters import Counters
-from hicache.cache.ledger import Copy, SlotLedger
+from hicache.cache.l1 import L1
+from hicache.cache.ledger import Copy
 from hicache.cache.lower import LowerTiers, Transfer
 from hicache.client.messages import Placement, Prompt
 from hicache.client.tickets import Outcome
-from hicache.core.coverage import Component
 from hicache.core.identity import Namespace
 from hicache.core.pins import Receipt
 from hicache.core.structure import Cursor
-from hicache.core.tree import Index
 from hicache.core.words import NO_SLOT, Tier
 
 CHAIN_BROKEN = "chain_broken"
@@ -57,22 +55,13 @@ class Backup:
 class WriteThrough:
     """All backups of one cache."""
 
-    def __init__(
-        self,
-        index: Index,
-        components: tuple[Component, ...],
-        ledger: SlotLedger,
-        lower: LowerTiers,
-        counters: Counters,
-        *,
-        max_share: float,
-    ) -> None:
-        self._index = index
-        self._components = components
-        self._ledger = ledger
+    def __init__(self, l1: L1, lower: LowerTiers, *, max_share: float) -> None:
+        self._index = l1.index
+        self._components = l1.components
+        self._ledger = l1.ledger
+        self._counters = l1.counters
         self._lower = lower
-        self._counters = counters
-        self._share = {c.name: max(1, int(max_share * ledger.pools[c.name].n_slots)) for c in components}
+        self._share = {name: max(1, int(max_share * pool.n_slots)) for name, pool in l1.ledger.pools.items()}
         self._pinned = dict.fromkeys(self._share, 0)
         self._running: list[Backup] = []
         self._waiting: deque[Offer] = deque()

@@ -8,23 +8,25 @@ happens below.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
 from hicache.cache.backups import WriteThrough
 from hicache.cache.counters import Counters
-from hicache.cache.ledger import Copy, Owner, SlotLedger
-from hicache.cache.loads import NOTHING, Brought, LoadBack, residency_of
+from hicache.cache.l1 import L1
+from hicache.cache.ledger import Copy, Owner
+from hicache.cache.loads import NOTHING, Brought, LoadBack
 from hicache.cache.lower import LowerTiers, PrefetchUnderWay
 from hicache.cache.requests import Request, WritePolicy
 from hicache.client.messages import Placement, PrefetchPolicy, Prompt
 from hicache.core.audit import audit
 from hicache.core.coverage import Checkpoint
 from hicache.core.identity import Namespace
-from hicache.core.layout import Layout, LayoutError, component_slots
+from hicache.core.layout import Layout, LayoutError
 from hicache.core.matching import Match
 from hicache.core.pools import SlotPool
-from hicache.core.tree import Index, Inserted
+from hicache.core.tree import Inserted
 from hicache.core.words import NO_SLOT, SlotArray, Tier, TokenArray, token_array
 
 CopySlot = Callable[[str, int, int], None]
@@ -60,9 +62,8 @@ class UnifiedRadixCache:
         self.counters = Counters()
         self._identity = (model, revision, layout.fingerprint(), layout.page_size)
         self._page_size = layout.page_size
-        self._components = layout.index_components()
-        self._index = Index(layout.page_size, self._components, (Tier.DEVICE,))
-        self._ledger = SlotLedger(component_slots(layout))
+        self._l1 = L1(layout, self.counters)
+        self._components, self._index, self._ledger = self._l1.components, self._l1.index, self._l1.ledger
         self._copy_slot = copy_slot
         self._client = client
         self._prefetch_policy = prefetch_policy
@@ -73,24 +74,10 @@ class UnifiedRadixCache:
         self._backups: WriteThrough | None = None
         if client is not None:
             self._loads = LoadBack(
-                self._index,
-                self._components,
-                self._ledger,
-                client,
-                lambda component, n: self._take(component, n, Owner.TRANSFER),
-                self.counters,
-                lookup_timeout_s=lookup_timeout_s,
-                load_timeout_s=load_timeout_s,
+                self._l1, client, lookup_timeout_s=lookup_timeout_s, load_timeout_s=load_timeout_s
             )
-        if client is not None and write_policy is WritePolicy.WRITE_THROUGH:
-            self._backups = WriteThrough(
-                self._index,
-                self._components,
-                self._ledger,
-                client,
-                self.counters,
-                max_share=max_backup_share,
-            )
+            if write_policy is WritePolicy.WRITE_THROUGH:
+                self._backups = WriteThrough(self._l1, client, max_share=max_backup_share)
 
     # ---- slots ----
 
@@ -103,7 +90,7 @@ class UnifiedRadixCache:
         """`n` slots of a component, now the caller's: evicts what is least recently used and not in use
         where needed. None, and nothing taken, when even that gives too few."""
         self.poll()
-        slots = self._take(component, n, Owner.ENGINE)
+        slots = self._l1.take(component, n, Owner.ENGINE)
         self.counters.allocations_failed += slots is None
         return slots
 
@@ -115,14 +102,14 @@ class UnifiedRadixCache:
     def evict(self, component: str, pages: int) -> int:
         """Give up to `pages` pages of L1 back to the pool; how many went."""
         self.poll()
-        return self._evict(component, pages)
+        return self._l1.evict(component, pages)
 
     def checkpoint(self, request: Request, component: str) -> int:
         """A copy of the request's private slot, to be offered to `insert`: the caller's from now on.
         -1, counted, when no slot is to be had: the request goes on without this checkpoint."""
         self._check_live(request)
         source = request.private[component]
-        slots = self._take(component, 1, Owner.ENGINE)
+        slots = self._l1.take(component, 1, Owner.ENGINE)
         if slots is None:
             self.counters.checkpoints_skipped += 1
             return NO_SLOT
@@ -145,7 +132,7 @@ class UnifiedRadixCache:
             return
         prefetching = self._client.prefetch(
             prompt,
-            device=residency_of(self._index, self._components, match),
+            device=self._l1.ready(match),
             limit_pages=limit_pages,
             policy=self._prefetch_policy,
         )
@@ -192,13 +179,12 @@ class UnifiedRadixCache:
         for component, slot in private.items():
             self._ledger.give(component, np.array([slot], np.int32), Owner.ENGINE, Owner.REQUEST)
             request.private[component] = slot
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._end, request)
             for component, slot in private.items():
                 if request.boundary:
                     self._copy(component, int(request.slots[component][request.boundary - 1]), slot)
-        except BaseException:
-            self._end(request)
-            raise
+            undo.pop_all()
         return request
 
     def insert(self, request: Request, tokens: TokenArray, slots: Mapping[str, SlotArray]) -> Inserted:
@@ -273,20 +259,6 @@ class UnifiedRadixCache:
     def _limit_pages(self, tokens: TokenArray) -> int:
         """Deepest boundary that leaves a token to compute."""
         return max(0, len(tokens) - 1) // self._page_size
-
-    def _take(self, component: str, n: int, owner: Owner) -> SlotArray | None:
-        slots = self._ledger.take(component, n, owner)
-        if slots is None:
-            self._evict(component, n - self.pools[component].n_free)
-            slots = self._ledger.take(component, n, owner)
-        return slots
-
-    def _evict(self, component: str, pages: int) -> int:
-        eviction = self._index.evict(component, Tier.DEVICE, pages)
-        for name, slots in eviction.freed.items():
-            self._ledger.give(name, slots, Owner.INDEX, Owner.NOBODY)
-            self.counters.evicted_pages += len(slots)
-        return eviction.n_freed
 
     def _copy(self, component: str, source: int, target: int) -> None:
         if self._copy_slot is None:

@@ -7,24 +7,20 @@ lets an answer from below decide a boundary: the index of L1 confirms it afterwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from hicache.cache.counters import Counters
-from hicache.cache.ledger import Copy, Owner, SlotLedger
+from hicache.cache.l1 import L1
+from hicache.cache.ledger import Copy, Owner
 from hicache.cache.lower import LowerTiers, Transfer
 from hicache.client.messages import Found, Lease, Placement, Prompt
 from hicache.client.tickets import Outcome
-from hicache.core.coverage import Component, joint_boundary
+from hicache.core.coverage import joint_boundary
 from hicache.core.identity import Namespace
 from hicache.core.matching import Match
-from hicache.core.tree import Index
-from hicache.core.words import NO_SLOT, BoolArray, PageArray, Residency, SlotArray, Tier, TokenArray
-
-Allocate = Callable[[str, int], SlotArray | None]
-"""Free slots of a component for a transfer, by eviction where needed; None when there are not enough."""
+from hicache.core.words import NO_SLOT, BoolArray, PageArray, SlotArray, Tier, TokenArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,35 +49,23 @@ class Brought:
 NOTHING = Brought({}, 0)
 
 
-def residency_of(index: Index, components: tuple[Component, ...], match: Match) -> dict[str, BoolArray]:
-    """Per component, which of the matched pages are READY in L1."""
-    return {
-        c.name: index.residency(match.cursor, c.name, Tier.DEVICE, 0, match.n_pages) == Residency.READY
-        for c in components
-    }
-
-
 class LoadBack:
     """All loads of one cache."""
 
     def __init__(
         self,
-        index: Index,
-        components: tuple[Component, ...],
-        ledger: SlotLedger,
+        l1: L1,
         lower: LowerTiers,
-        allocate: Allocate,
-        counters: Counters,
         *,
         lookup_timeout_s: float,
         load_timeout_s: float,
     ) -> None:
-        self._index = index
-        self._components = components
-        self._ledger = ledger
+        self._l1 = l1
+        self._index = l1.index
+        self._components = l1.components
+        self._ledger = l1.ledger
+        self._counters = l1.counters
         self._lower = lower
-        self._allocate = allocate
-        self._counters = counters
         self._lookup_timeout_s = lookup_timeout_s
         self._load_timeout_s = load_timeout_s
         self._late: list[Load] = []
@@ -101,7 +85,7 @@ class LoadBack:
         if any(load.transfer.outcome is Outcome.PENDING for load in self._late):
             self._counters.loads_under_way += 1
             return NOTHING
-        device = residency_of(self._index, self._components, match)
+        device = self._l1.ready(match)
         self._counters.lookups += 1
         found = self._lower.lookup(
             prompt, device=device, limit_pages=limit_pages, timeout_s=self._lookup_timeout_s
@@ -193,7 +177,7 @@ class LoadBack:
         for name, pages in found.load.items():
             if not len(pages):
                 continue
-            slots = self._allocate(name, len(pages))
+            slots = self._l1.take(name, len(pages), Owner.TRANSFER)
             if slots is None:
                 for taken, placement in placements.items():
                     self._ledger.give(taken, placement.slots, Owner.TRANSFER, Owner.NOBODY)
@@ -233,7 +217,7 @@ class LoadBack:
         """Whether L1 and what was loaded still make up the boundary: a late load may find its prefix gone."""
         match = self._index.match(load.namespace, load.tokens)
         n_pages = len(load.tokens) // load.namespace.page_size
-        device = residency_of(self._index, self._components, match)
+        device = self._l1.ready(match)
         available = []
         for component in self._components:
             have = _available(device[component.name], n_pages)

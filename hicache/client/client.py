@@ -235,9 +235,8 @@ class Client:
             except (OSError, grpc.RpcError) as error:
                 self._trouble(f"the daemon is away: {_reason(error)}", log_as="away")
                 pause_s = backoff_s
-            except Exception as error:
-                log.exception("hicache client: unexpected error")
-                self._problem = f"unexpected error: {error!r}"
+            except Exception as error:  # noqa: BLE001 - last line of defence: logged, shown, tried again
+                self._unexpected(error)
                 pause_s = _REFUSED_BACKOFF_S
             backoff_s = _BACKOFF_S[0] if self._epoch != epoch else min(2 * backoff_s, _BACKOFF_S[1])
             self._closing.wait(pause_s * random.uniform(0.8, 1.2))
@@ -325,6 +324,10 @@ class Client:
         self._problem = self._logged = ""
         self._connection = connection
         self._attached.set()
+
+    def _unexpected(self, error: Exception) -> None:
+        log.error("hicache: unexpected error in the client's thread", exc_info=error)
+        self._problem = f"unexpected error: {error!r}"
 
     def _trouble(self, problem: str, *, log_as: str) -> None:
         """Show a problem, and log it once however often its like is met in a row."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from contextlib import ExitStack
 from types import TracebackType
 
 import numpy as np
@@ -29,14 +30,13 @@ class SharedRegion:
             raise ValueError(f"nbytes: {nbytes}; a region has at least one byte")
         self.nbytes = nbytes
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
+        with ExitStack() as undo:
+            undo.callback(os.close, self._fd)
             os.ftruncate(self._fd, nbytes)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
             self._map: mmap.mmap | None = mmap.mmap(self._fd, nbytes)
             _prefault(self._map, nbytes)
-        except BaseException:
-            os.close(self._fd)
-            raise
+            undo.pop_all()
 
     @property
     def fd(self) -> int:
