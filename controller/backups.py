@@ -17,8 +17,8 @@ from controller.copying import Copier
 from controller.counters import Counters
 from controller.models import HOST, Engine, HostMemory, Model
 from controller.requests import Backup, BackupOutcome, Busy, Placement
+from controller.shelving import Shelving
 from controller.transfers.scheduler import Direction
-from controller.writer import StorageWriter
 from hicache.core.identity import Namespace
 from hicache.core.words import BoolArray, PageArray, Residency, SlotArray, TokenArray
 
@@ -74,12 +74,10 @@ def plan_backup(
 class Backups:
     """Runs backups. One call of `run` is one job."""
 
-    def __init__(
-        self, host: HostMemory, copier: Copier, writer: StorageWriter | None, counters: Counters
-    ) -> None:
+    def __init__(self, host: HostMemory, copier: Copier, shelving: Shelving, counters: Counters) -> None:
         self._host = host
         self._copier = copier
-        self._writer = writer
+        self._shelving = shelving
         self._counters = counters
 
     async def run(self, engine: Engine, backup: Backup) -> Mapping[str, BackupOutcome]:
@@ -101,8 +99,7 @@ class Backups:
                 raise Busy("backup: another transfer of the same pages has not ended; try again") from None
             deadline.reschedule(None)
         plans = await self._fill(engine, namespace, tokens, n_pages, backup.components)
-        if self._writer:
-            self._writer.offer(model, namespace, tokens)
+        self._shelving.offer(model, namespace, tokens)
         return {name: plan.outcome() for name, plan in plans.items()}
 
     async def _others_ended(

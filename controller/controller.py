@@ -23,7 +23,6 @@ from controller.models import HOST, STORAGE, Engine, HostMemory, Model
 from controller.prefetches import Prefetches
 from controller.reader import StorageReader
 from controller.requests import (
-    BackendStatus,
     Backup,
     BackupOutcome,
     EngineSpec,
@@ -42,9 +41,9 @@ from controller.requests import (
     UnknownEngine,
 )
 from controller.settings import ControllerSettings
-from controller.storage import StorageTier
+from controller.shelving import Shelving
+from controller.storage import StorageStack
 from controller.transfers.scheduler import Direction, TransferScheduler
-from controller.writer import StorageWriter
 from hicache.core.layout import LayoutError
 from hicache.core.words import BoolArray, PageArray
 
@@ -63,40 +62,33 @@ class HybridCacheController:
         settings: ControllerSettings,
         slab: HostSlab,
         scheduler: TransferScheduler,
-        storage: StorageTier | None,
     ) -> None:
         self.boot_id = uuid.uuid4().hex
         self.counters = Counters()
         self._settings = settings
-        self._slab = slab
         self._scheduler = scheduler
-        self._storage = storage
         self._host = HostMemory(slab, self.counters)
         self._engines: dict[str, Engine] = {}
         self._leases = LeaseTable(settings.lease_s, self._now)
         self._copier = Copier(scheduler, settings.copy_timeout_s)
-        self._writer = StorageWriter(storage, settings, self.counters) if storage else None
-        self._backups = Backups(self._host, self._copier, self._writer, self.counters)
-        self._prefetches = None
-        if storage:
-            reader = StorageReader(storage, self._host, scheduler, settings, self.counters)
-            self._prefetches = Prefetches(self._host, reader, settings, self.counters)
+        stack = StorageStack()
+        self._shelving = Shelving(stack, self._host, settings, self.counters)
+        self._backups = Backups(self._host, self._copier, self._shelving, self.counters)
+        reader = StorageReader(stack, self._host, scheduler, settings, self.counters)
+        self._prefetches = Prefetches(self._host, reader, settings, self.counters)
         self._background: list[asyncio.Task[None]] = []
 
     # -- life ----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the background work. The storage tier is started by its owner."""
+        """Start the background work."""
         self._background.append(asyncio.create_task(self._expire_for_ever(), name="expiry"))
-        if self._writer:
-            self._background.append(asyncio.create_task(self._writer.run(), name="storage writer"))
 
     async def stop(self) -> None:
         """Detach every engine, write what is due within a bound, stop the background work."""
         for engine_id in list(self._engines):
             await self.detach(engine_id)
-        if self._writer and self._storage and self._storage.healthy:
-            await self._writer.drained(DRAIN_S)
+        await self._shelving.stop(DRAIN_S)
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -121,8 +113,7 @@ class HybridCacheController:
         if engine is None:
             return
         engine.leaving = True
-        if self._prefetches:
-            await self._prefetches.forget_engine(engine_id)
+        await self._prefetches.forget_engine(engine_id)
         if engine.jobs:
             await asyncio.wait(engine.jobs)
         for lease in self._leases.of_engine(engine_id):
@@ -153,8 +144,7 @@ class HybridCacheController:
             self.counters.leases_granted += 1
         if boundary:
             model.index.touch(match.cursor, min(boundary, match.n_pages))
-        if self._prefetches:
-            self._prefetches.consumed(prompt.engine_id, prompt.request_id)
+        self._prefetches.consumed(prompt.engine_id, prompt.request_id)
         self._count_lookup(model, limit, boundary, match.n_pages, load)
         return Found(
             lease_id=lease_id,
@@ -229,8 +219,6 @@ class HybridCacheController:
         """Start bringing a prompt's frames from storage; returns the prefetch's id."""
         engine = self._engine(prefetch.lookup.prompt.engine_id)
         self._check_components("device", prefetch.lookup.device, engine.model)
-        if self._prefetches is None:
-            raise Gone("prefetch: no storage backend is configured; add a `storage` section to the YAML")
         return self._prefetches.start(engine.model, prefetch)
 
     async def wait_prefetch(self, engine_id: str, prefetch_id: str) -> Progress:
@@ -243,6 +231,11 @@ class HybridCacheController:
 
     # -- for operators -------------------------------------------------------------------------------
 
+    @property
+    def storage(self) -> Shelving:
+        """The storage tiers: to attach, update and detach them."""
+        return self._shelving
+
     def flush(self) -> tuple[int, int]:
         """Drop every host page that nothing holds; returns pages dropped and pages kept."""
         return self._host.flush()
@@ -251,23 +244,7 @@ class HybridCacheController:
         """How everything stands now."""
         problems = list(self._scheduler.problems())
         problems += [f"{task.get_name()} has died" for task in self._background if task.done()]
-        backends: list[BackendStatus] = []
-        if self._storage:
-            usage = self._storage.usage()
-            if not self._storage.healthy:
-                problems.append(f"storage {self._storage.name}: {self._storage.problem}")
-            backends.append(
-                BackendStatus(
-                    name=self._storage.name,
-                    kind=self._storage.kind,
-                    healthy=self._storage.healthy,
-                    problem=self._storage.problem,
-                    n_objects=usage.n_objects,
-                    used_bytes=usage.used_bytes,
-                    capacity_bytes=usage.capacity_bytes,
-                    queued_writes=self._writer.n_queued if self._writer else 0,
-                )
-            )
+        problems += self._shelving.problems()
         now = self._now()
         pools = tuple(pool for model in self._host.models for pool in model.pools())
         return Status(
@@ -283,7 +260,7 @@ class HybridCacheController:
                 for engine_id, engine in self._engines.items()
             ),
             pools=pools,
-            backends=tuple(backends),
+            backends=self._shelving.status(),
             counters=self.counters.snapshot(),
             host_used_bytes=self._host.used_bytes,
             host_capacity_bytes=self._host.capacity_bytes,
@@ -307,7 +284,7 @@ class HybridCacheController:
 
     def _known_prefetch(self, engine_id: str, prefetch_id: str) -> Prefetches:
         self._engine(engine_id)
-        if self._prefetches is None or not self._prefetches.knows(engine_id, prefetch_id):
+        if not self._prefetches.knows(engine_id, prefetch_id):
             raise Gone(f"prefetch_id: {prefetch_id!r} has ended or is not yours; start another")
         return self._prefetches
 
@@ -322,8 +299,7 @@ class HybridCacheController:
         while True:
             await asyncio.sleep(TICK_S)
             self.counters.leases_expired += self._leases.expire()
-            if self._prefetches:
-                self._prefetches.expire()
+            self._prefetches.expire()
 
     @staticmethod
     def _to_load(model: Model, boundary: int, device: Mapping[str, BoolArray]) -> dict[str, PageArray]:

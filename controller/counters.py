@@ -36,6 +36,9 @@ class Counters:
     storage_write_retries: int = 0
     storage_write_dropped_queue_full_pages: int = 0
     storage_write_dropped_failed_pages: int = 0
+    storage_write_dropped_full_pages: int = 0
+    """Storage had no room, and made none."""
+    storage_write_dropped_detached_pages: int = 0
     storage_write_skipped_pages: int = 0
     """Pages that left host memory, or were stored by someone else, before their turn came."""
     prefetches: int = 0

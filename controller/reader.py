@@ -15,7 +15,7 @@ import numpy as np
 from controller.counters import Counters
 from controller.models import HostMemory, Model
 from controller.settings import ControllerSettings
-from controller.storage import StorageTier
+from controller.storage import StorageStack
 from controller.transfers.scheduler import TransferScheduler
 from hicache.core.identity import Namespace, storage_key
 from hicache.core.words import BoolArray, HashArray, PageArray, Residency, TokenArray
@@ -36,13 +36,13 @@ class StorageReader:
 
     def __init__(
         self,
-        tier: StorageTier,
+        stack: StorageStack,
         host: HostMemory,
         scheduler: TransferScheduler,
         settings: ControllerSettings,
         counters: Counters,
     ) -> None:
-        self._tier = tier
+        self._stack = stack
         self._host = host
         self._scheduler = scheduler
         self._settings = settings
@@ -61,7 +61,7 @@ class StorageReader:
         found = {name: np.zeros(len(hashes), dtype=bool) for name in asked}
         if not keys:
             return found, True
-        outcomes = await self._tier.contains(keys, timeout_s=self._settings.storage_timeout_s)
+        outcomes = await self._stack.contains(keys, timeout_s=self._settings.storage_timeout_s)
         answers = iter(outcomes)
         for name, pages in asked.items():
             for page in pages.tolist():
@@ -77,7 +77,8 @@ class StorageReader:
         pages: PageArray,
         timeout_s: float,
     ) -> Fetched:
-        """Bring one component's pages to host memory, as many as fit, evicting on demand."""
+        """Bring one component's pages to host memory, as many as fit, evicting on demand. Must not be
+        cancelled: bytes in flight would lose their owner."""
         index, shelf = model.index, model.shelves[name]
         n_pages = len(tokens) // model.page_size
         held = model.held(index.match(namespace, tokens).cursor, name, n_pages)[pages]
@@ -95,8 +96,8 @@ class StorageReader:
                     Item(self._key(name, row.tobytes()), offset, shelf.frames.frame_bytes)
                     for row, offset in zip(hashes, shelf.arena.offsets(slots).tolist(), strict=True)
                 ]
-                transfer = await self._tier.read(items, timeout_s=timeout_s)
-                await transfer.settled  # no byte may land once these slots belong to someone else
+                transfer = await self._stack.read(items, timeout_s=timeout_s)
+                await asyncio.shield(transfer.settled)  # until then a byte may still land in these slots
                 good = np.array([outcome is Outcome.OK for outcome in transfer.outcomes])
                 wrong = np.array([outcome is Outcome.WRONG_SIZE for outcome in transfer.outcomes])
                 addresses = shelf.arena.addresses(slots)
@@ -109,7 +110,7 @@ class StorageReader:
                 corrupt, good = wrong | (good & ~intact), intact
                 self._count(transfer.outcomes, int(corrupt.sum()), int(good.sum()), shelf.frames.frame_bytes)
                 if corrupt.any():
-                    await self._tier.delete(
+                    await self._stack.delete(
                         [item.key for item, bad in zip(items, corrupt, strict=True) if bad],
                         timeout_s=self._settings.storage_timeout_s,
                     )

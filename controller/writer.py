@@ -1,15 +1,15 @@
 """Write-through from host memory to storage: which frames are due, in which order, how often tried.
 
-Parents before children: a path's frames are written in page order, and what comes after a failure
-waits with it. The queue is bounded in bytes and pins nothing while it waits, so that storage in
-trouble costs misses in storage and nothing else.
+Every storage tier has a queue of its own. Parents before children: a path's frames are written in page
+order, and what comes after a failure waits with it. A queue is bounded in bytes and pins nothing while it
+waits, so that storage in trouble costs misses in storage and nothing else; it waits out an outage.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,13 +18,13 @@ import numpy as np
 from controller.counters import Counters
 from controller.models import HOST, STORAGE, Model
 from controller.settings import ControllerSettings
-from controller.storage import StorageTier
+from controller.storage import Member
 from hicache.core.identity import Namespace, storage_key
 from hicache.core.structure import Cursor
 from hicache.core.words import Residency, TokenArray
 from storage_backends.base import Item, Outcome
 
-FIRST_RETRY_S = 0.2
+FIRST_RETRY_S = 0.1
 """Pause after a path's first failed write; doubled with every further one."""
 
 
@@ -37,22 +37,26 @@ class Frame(NamedTuple):
     item: Item
 
 
-@dataclass
+@dataclass(eq=False)
 class Due:
     """A path whose frames are to be written."""
 
     model: Model
     namespace: Namespace
     tokens: TokenArray
-    nbytes: int
+    frames: Sequence[Frame]
     attempts: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(frame.item.nbytes for frame in self.frames)
 
 
 class StorageWriter:
-    """One queue, one path being written at a time."""
+    """The queue of one storage tier; one path is being written at a time."""
 
-    def __init__(self, tier: StorageTier, settings: ControllerSettings, counters: Counters) -> None:
-        self._tier = tier
+    def __init__(self, member: Member, settings: ControllerSettings, counters: Counters) -> None:
+        self._member = member
         self._settings = settings
         self._counters = counters
         self._queue: deque[Due] = deque()
@@ -63,21 +67,20 @@ class StorageWriter:
 
     @property
     def n_queued(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + (not self._idle.is_set() and not self._queue)
 
-    def offer(self, model: Model, namespace: Namespace, tokens: TokenArray) -> None:
-        """Write in due time whatever of this path is in host memory and not known to be stored.
+    @property
+    def n_queued_frames(self) -> int:
+        return sum(len(due.frames) for due in self._queue)
 
-        Drops the offer, counted, when the queue is full.
-        """
-        frames = self._frames(model, namespace, tokens)
-        nbytes = sum(frame.item.nbytes for frame in frames)
-        if not frames:
-            return
-        if self._queued_bytes + nbytes > self._settings.write_queue_bytes:
-            self._counters.storage_write_dropped_queue_full_pages += len(frames)
-            return
-        self._put(Due(model, namespace, tokens, nbytes))
+    def offer(self, due: Due) -> None:
+        """Write this in due time. When the queue is full the longest-waiting paths are dropped for it,
+        counted: theirs are the pages most likely gone from host memory."""
+        self._put(due)
+        while self._queued_bytes > self._settings.write_queue_bytes:
+            dropped = self._queue.popleft()
+            self._queued_bytes -= dropped.nbytes
+            self._counters.storage_write_dropped_queue_full_pages += len(dropped.frames)
 
     async def run(self) -> None:
         """Write what is due, for ever."""
@@ -86,18 +89,12 @@ class StorageWriter:
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
+            if wait_s := self._member.breaker.wait_s():
+                await asyncio.sleep(wait_s)  # an outage uses up nobody's attempts
+                continue
             due = self._queue.popleft()
             self._queued_bytes -= due.nbytes
-            if await self._write(due):
-                continue
-            due.attempts += 1
-            if due.attempts < self._settings.write_attempts:
-                self._counters.storage_write_retries += 1
-                await asyncio.sleep(FIRST_RETRY_S * 2 ** (due.attempts - 1))
-                self._put(due)
-            else:
-                left = self._frames(due.model, due.namespace, due.tokens)
-                self._counters.storage_write_dropped_failed_pages += len(left)
+            await self._write(due)
 
     async def drained(self, timeout_s: float) -> bool:
         """Wait until nothing is due; False when the time was too short."""
@@ -114,62 +111,59 @@ class StorageWriter:
         self._idle.clear()
         self._wake.set()
 
-    async def _write(self, due: Due) -> bool:
-        """Write the path's frames in order; False when something failed and is still to be written."""
-        frames = self._frames(due.model, due.namespace, due.tokens)
-        for batch in batches(frames, self._settings.storage_batch_bytes):
-            if not await self._write_batch(due, batch):
-                return False
-        return True
+    async def _write(self, due: Due) -> None:
+        """Write the path's frames in order; what is left after a failure is due again."""
+        done = 0
+        for batch in batches(due.frames, self._settings.storage_batch_bytes):
+            written = await self._write_batch(due, batch)
+            done += written
+            if written < len(batch):
+                break
+        left = due.frames[done:]
+        if not left:
+            return
+        due.frames, due.attempts = left, due.attempts + 1
+        if due.attempts >= self._settings.write_attempts:
+            self._counters.storage_write_dropped_failed_pages += len(left)
+            return
+        self._counters.storage_write_retries += 1
+        self._put(due)
+        await asyncio.sleep(FIRST_RETRY_S * 2 ** (due.attempts - 1))
 
-    async def _write_batch(self, due: Due, batch: list[Frame]) -> bool:
+    async def _write_batch(self, due: Due, batch: Sequence[Frame]) -> int:
+        """How many of the batch, from its start, need no further try."""
         index = due.model.index
         cursor = index.match(due.namespace, due.tokens).cursor
         live = self._still_due(due.model, cursor, batch)
         self._counters.storage_write_skipped_pages += len(batch) - len(live)
         if not live:
-            return True
+            return len(batch)
         by_component: dict[str, list[int]] = {}
         for frame in live:
             by_component.setdefault(frame.component, []).append(frame.page)
         pages = {name: np.array(found, dtype=np.int32) for name, found in by_component.items()}
         receipt = index.pin_pages(cursor, pages, tier=HOST)
         items = [frame.item for frame in live]
-        transfer = await self._tier.write(items, timeout_s=self._settings.storage_timeout_s)
+        transfer = await self._member.move("write", items, self._settings.storage_timeout_s)
         transfer.settled.add_done_callback(lambda _: index.unpin(receipt))
-        good = [outcome is Outcome.OK for outcome in transfer.outcomes]
-        stored = live[: good.index(False)] if False in good else live  # behind a failure nothing counts
+        tried = [outcome is not Outcome.FAILED for outcome in transfer.outcomes]
+        ended = live[: tried.index(False)] if False in tried else live  # behind a failure nothing counts
+        stored = [f for f, outcome in zip(ended, transfer.outcomes, strict=False) if outcome is Outcome.OK]
         self._mark(due, stored)
         self._counters.storage_written_pages += len(stored)
         self._counters.storage_written_bytes += sum(frame.item.nbytes for frame in stored)
-        return len(stored) == len(live)
+        self._counters.storage_write_dropped_full_pages += len(ended) - len(stored)
+        return len(batch) if len(ended) == len(live) else batch.index(live[len(ended)])
 
-    def _mark(self, due: Due, stored: list[Frame]) -> None:
+    @staticmethod
+    def _mark(due: Due, stored: Sequence[Frame]) -> None:
         cursor = due.model.index.match(due.namespace, due.tokens).cursor
         for name in due.model.shelves:
             pages = np.array([frame.page for frame in stored if frame.component == name], dtype=np.int32)
             due.model.index.mark_stored(cursor, name, pages[pages < cursor.boundary])
 
-    def _frames(self, model: Model, namespace: Namespace, tokens: TokenArray) -> list[Frame]:
-        """What of this path is READY in host memory and not known to be stored, in page order."""
-        index = model.index
-        cursor = index.match(namespace, tokens).cursor
-        hashes = index.hashes(cursor, 0, cursor.boundary)
-        frames: list[Frame] = []
-        for name, shelf in model.shelves.items():
-            ready = index.residency(cursor, name, HOST, 0, cursor.boundary) == Residency.READY
-            stored = index.residency(cursor, name, STORAGE, 0, cursor.boundary) == Residency.READY
-            pages = np.flatnonzero(ready & ~stored)
-            slots = index.slots(cursor, name, HOST, 0, cursor.boundary)[pages]
-            offsets = shelf.arena.offsets(slots)
-            for page, slot, offset in zip(pages.tolist(), slots.tolist(), offsets.tolist(), strict=True):
-                key = storage_key(self._settings.storage_prefix, name, 0, 1, hashes[page].tobytes())
-                frames.append(Frame(page, name, slot, Item(key, offset, shelf.frames.frame_bytes)))
-        frames.sort(key=lambda frame: frame.page)
-        return frames
-
     @staticmethod
-    def _still_due(model: Model, cursor: Cursor, batch: list[Frame]) -> list[Frame]:
+    def _still_due(model: Model, cursor: Cursor, batch: Sequence[Frame]) -> list[Frame]:
         """The batch's frames that still stand in the same host slots."""
         slots = {
             name: model.index.slots(cursor, name, HOST, 0, cursor.boundary)
@@ -182,15 +176,32 @@ class StorageWriter:
         ]
 
 
-def batches(frames: list[Frame], most_bytes: int) -> Iterator[list[Frame]]:
-    """Cut a list of frames into runs of at most `most_bytes` (one frame at least), in order."""
-    run: list[Frame] = []
-    nbytes = 0
-    for frame in frames:
-        if run and nbytes + frame.item.nbytes > most_bytes:
-            yield run
-            run, nbytes = [], 0
-        run.append(frame)
+def due_frames(model: Model, namespace: Namespace, tokens: TokenArray, prefix: str) -> list[Frame]:
+    """What of this path is READY in host memory and not known to be stored, in page order."""
+    index = model.index
+    cursor = index.match(namespace, tokens).cursor
+    hashes = index.hashes(cursor, 0, cursor.boundary)
+    frames: list[Frame] = []
+    for name, shelf in model.shelves.items():
+        ready = index.residency(cursor, name, HOST, 0, cursor.boundary) == Residency.READY
+        stored = index.residency(cursor, name, STORAGE, 0, cursor.boundary) == Residency.READY
+        pages = np.flatnonzero(ready & ~stored)
+        slots = index.slots(cursor, name, HOST, 0, cursor.boundary)[pages]
+        offsets = shelf.arena.offsets(slots)
+        for page, slot, offset in zip(pages.tolist(), slots.tolist(), offsets.tolist(), strict=True):
+            key = storage_key(prefix, name, 0, 1, hashes[page].tobytes())
+            frames.append(Frame(page, name, slot, Item(key, offset, shelf.frames.frame_bytes)))
+    frames.sort(key=lambda frame: frame.page)
+    return frames
+
+
+def batches(frames: Sequence[Frame], most_bytes: int) -> Iterator[Sequence[Frame]]:
+    """Cut frames into runs of at most `most_bytes` (one frame at least), in order."""
+    start, nbytes = 0, 0
+    for at, frame in enumerate(frames):
+        if at > start and nbytes + frame.item.nbytes > most_bytes:
+            yield frames[start:at]
+            start, nbytes = at, 0
         nbytes += frame.item.nbytes
-    if run:
-        yield run
+    if frames:
+        yield frames[start:]

@@ -36,7 +36,7 @@ from controller.daemon.verbs import Verbs
 from controller.daemon.wire import DaemonStatus
 from controller.memory.budget import BudgetError
 from controller.memory.slab import HostSlab, SlabError
-from controller.storage import StorageTier
+from controller.storage import StorageTier, TierPolicy
 from controller.transfers.cpu import CpuCopyEngine
 from controller.transfers.scheduler import TransferScheduler
 from proto.v1 import hicache_pb2 as pb
@@ -159,9 +159,7 @@ class Daemon:
             spec = config.storage.backend
             self._tier = StorageTier(kind_of(spec), spec, self._slab.fd, self._slab.nbytes)
             stack.push_async_callback(self._tier.stop)
-        self._controller = HybridCacheController(
-            config.controller_settings(), self._slab, self._scheduler, self._tier
-        )
+        self._controller = HybridCacheController(config.controller_settings(), self._slab, self._scheduler)
         stack.push_async_callback(self._stop_controller, config.server.grace_s)
 
     def _build_engine_side(self, server: Server, stack: AsyncExitStack) -> None:
@@ -230,6 +228,8 @@ class Daemon:
         if self._tier is not None and self._config.storage is not None:
             await self._open_storage(self._tier, self._config.storage)
         await self._controller.start()
+        if self._tier is not None:
+            self._controller.storage.attach(self._tier, TierPolicy())
 
     def _prefaulted(self, done_bytes: int) -> None:
         """On the prefaulting thread, now and then."""

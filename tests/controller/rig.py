@@ -26,7 +26,7 @@ from controller.requests import (
     Prompt,
 )
 from controller.settings import ControllerSettings
-from controller.storage import StorageTier
+from controller.storage import StorageTier, TierPolicy
 from controller.transfers.cpu import CpuCopyEngine
 from controller.transfers.scheduler import TransferScheduler
 from hicache.core.identity import Namespace
@@ -174,8 +174,10 @@ class Rig:
             self.tier = StorageTier("l3", storage, slab.fd, slab.nbytes)
             await self.tier.start()
             self._stack.push_async_callback(self.tier.stop)
-        controller = HybridCacheController(settings or ControllerSettings(), slab, scheduler, self.tier)
+        controller = HybridCacheController(settings or ControllerSettings(), slab, scheduler)
         await controller.start()
+        if self.tier:
+            controller.storage.attach(self.tier, TierPolicy())
         self._stack.push_async_callback(controller.stop)
         self.controllers.append(controller)
         return controller

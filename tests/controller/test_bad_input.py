@@ -19,6 +19,7 @@ from controller.requests import (
     Placement,
     Prefetch,
     PrefetchPolicy,
+    PrefetchState,
     Prompt,
     UnknownEngine,
 )
@@ -105,9 +106,10 @@ async def test_unknown_engines_are_told_to_attach(engine: TaggedEngine) -> None:
         await controller.wait_prefetch("stranger", "prefetch-1")
 
 
-async def test_without_storage_a_prefetch_says_what_to_configure(engine: TaggedEngine) -> None:
-    with pytest.raises(Gone, match="no storage backend is configured"):
-        engine.controller.prefetch(Prefetch(Lookup(engine.prompt(TOKENS)), PrefetchPolicy.BEST_EFFORT))
+async def test_without_storage_a_prefetch_finds_nothing(engine: TaggedEngine) -> None:
+    await engine.backup(TOKENS[:12], engine.all_pages(TOKENS[:12]))
+    progress = await engine.prefetch(TOKENS)
+    assert (progress.state, progress.boundary, progress.storage_boundary) == (PrefetchState.DONE, 3, 3)
 
 
 async def test_attach_refuses_what_it_cannot_serve(rig: Rig) -> None:
