@@ -197,8 +197,10 @@ class WriteThrough:
 def _contains(offer: Offer, other: Offer) -> bool:
     """Whether the other's path is the beginning of this one."""
     tokens, others = offer.prompt.tokens, other.prompt.tokens
+    n = len(others)
     return (
-        len(others) <= len(tokens)
+        n <= len(tokens)
+        and (n == 0 or bool(others[-1] == tokens[n - 1]))  # settles nearly all, without reading them whole
         and offer.namespace == other.namespace
-        and np.array_equal(tokens[: len(others)], others)
+        and np.array_equal(tokens[:n], others)
     )
