@@ -168,7 +168,7 @@ def test_an_insert_that_brings_nothing_new_is_harmless() -> None:
 
 
 def test_stale_entries_of_old_pages_are_ignored() -> None:
-    """An engine's table may still name slots that are somebody else's by now: they are not taken for its own."""
+    """An engine's table may still name slots that are another's by now: they are not taken for its own."""
     engine = Engine(lower=False, full=8, swa=3)
     running = begun(engine, 1, 2, 3, 4)
     for page in (1, 2, 3):
@@ -238,7 +238,7 @@ def test_what_was_put_off_first_goes_first() -> None:
     (first,) = engine.lower.backups
     first.succeed()
     engine.cache.poll()
-    assert [backup.prompt.tokens[0] for backup in engine.lower.backups] == [1, 8, 1]
+    assert [backup.prompt.tokens[0] for backup in engine.lower.backups] == [1, 8]
 
 
 def test_a_daemon_that_dies_under_backups_frees_their_pages() -> None:
