@@ -104,9 +104,9 @@ class Attachments:
                 EngineSpec(wanted.engine_id, wanted.model, wanted.revision, wanted.layout, mapped)
             )
             attachment.in_controller = True
-        except BaseException:
-            self.end(attachment, Ending.REFUSED)
-            raise
+        finally:
+            if not attachment.in_controller:
+                self.end(attachment, Ending.REFUSED)
         self.attached += 1
         self._watch(attachment)
         log.info("engine_attached", engine=wanted.engine_id, model=wanted.model, regions=len(mapped))

@@ -29,9 +29,13 @@ class SocketClaim:
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = self._held()
-            self._remove_sockets()
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+            try:
+                self._remove_sockets()
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+            except OSError:
+                os.close(self._fd)
+                raise
         except OSError as error:
             raise ClaimError(
                 f"server.socket: {socket_path} cannot be used ({error.strerror}); "

@@ -12,16 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import click
-import numpy as np
 
 from controller.daemon import config as configuration
 from controller.daemon.config import Config, ConfigError
-from hicache.core.words import TokenArray, token_array
+
+if TYPE_CHECKING:  # the start, and every small command, is quicker without numpy
+    from hicache.core.words import TokenArray
 
 EX_FAILED, EX_UNAVAILABLE, EX_CONFIG = 1, 69, 78
+PIPED_WIDTH = 120
+"""Columns where the output is not a terminal."""
 F = TypeVar("F", bound=Callable[..., None])
 
 _config_option = click.option(
@@ -107,7 +110,10 @@ def status(address: str, timeout_s: float, as_json: bool) -> None:
 
     from controller.daemon.show import status_view
 
-    Console().print(status_view(reply))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH)
+    console.print(status_view(reply))
 
 
 @main.command()
@@ -158,6 +164,8 @@ def lookup(
     tokens: tuple[str, ...],
 ) -> None:
     """Ask how much of a prompt could be reused. TOKENS are ids, separated by blanks or commas."""
+    import numpy as np
+
     from controller.daemon.remote import RemoteDaemon
 
     ids = _token_ids(" ".join(tokens) if path is None else path.read_text(encoding="utf-8"))
@@ -196,6 +204,10 @@ def _loaded(path: Path) -> Config:
 
 
 def _token_ids(text: str) -> TokenArray:
+    import numpy as np
+
+    from hicache.core.words import token_array
+
     words = text.replace(",", " ").split()
     try:
         return token_array(np.array([int(word) for word in words], dtype=np.int64))

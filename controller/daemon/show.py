@@ -146,7 +146,12 @@ def _table(title: str, *columns: str) -> Table:
     )
     for column in columns:
         right = column.startswith(">")
-        table.add_column(column.lstrip(">"), justify="right" if right else "left", header_style="dim")
+        table.add_column(
+            column.lstrip(">"),
+            justify="right" if right else "left",
+            header_style="dim",
+            no_wrap=column != "state",
+        )
     return table
 
 

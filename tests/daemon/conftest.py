@@ -27,7 +27,7 @@ def open_rig(short_path: str) -> Opener:
 
     @asynccontextmanager
     async def opened(*, ticket_life_s: float = 30.0, **settings: object) -> AsyncIterator[Rig]:
-        server = Server(**{"socket": f"{short_path}/s", "grace_s": 5.0, **settings})  # type: ignore[arg-type]
+        server = Server(**{"socket": f"{short_path}/s", "grace_s": 5.0, **settings})
         before = regions_mapped(), regions_open()
         rig = Rig(server.socket, server, ticket_life_s=ticket_life_s)
         await rig.start()

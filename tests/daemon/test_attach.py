@@ -159,7 +159,7 @@ async def test_heartbeats_keep_an_engine_and_any_message_counts(open_rig: Opener
 
 
 async def test_a_second_attach_ends_the_first_and_waits_for_its_jobs(rig: Rig) -> None:
-    """LIFE-02: registering again is idempotent; what the first had under way ends before the second begins."""
+    """LIFE-02: registering again is idempotent; the first one's jobs end before the second begins."""
     first = Engine(rig, "engine")
     await first.attach()
     rig.controller.may_land.clear()

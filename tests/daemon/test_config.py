@@ -87,7 +87,7 @@ def test_an_unknown_key_is_refused_with_its_path(text: str, path: str, remedy: s
     ],
 )
 def test_a_wrong_value_is_refused_with_its_path(text: str, path: str) -> None:
-    """CONFIG-01: a typing error in the backend's kind, an empty address and a negative size are refused at load."""
+    """CONFIG-01: a wrong kind, an empty address and a negative size are refused at load."""
     assert complaint(text).startswith(path)
 
 
@@ -211,7 +211,9 @@ def test_every_controller_setting_can_be_configured() -> None:
     text = """
     host: {lease_s: 1}
     transfers: {timeout_s: 2}
-    storage: {backend: {kind: memory}, prefix: p, timeout_s: 3, batch_bytes: 1MiB, write_queue_bytes: 2MiB, write_attempts: 4}
+    storage:
+        {backend: {kind: memory}, prefix: p, timeout_s: 3, batch_bytes: 1MiB, write_queue_bytes: 2MiB,
+         write_attempts: 4}
     prefetch: {threshold_pages: 5, base_s: 6, per_1k_tokens_s: 7, max_s: 8, host_share: 0.9}
     """
     changed, default = parse(text).controller_settings(), ControllerSettings()

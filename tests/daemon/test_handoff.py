@@ -13,7 +13,7 @@ from tests.daemon.rig import WAIT_S, memory_file, offer, regions_open, until
 
 
 @pytest.fixture
-async def handoff(short_path: str):  # type: ignore[no-untyped-def]  # a generator fixture
+async def handoff(short_path: str):
     one = Handoff(f"{short_path}/s.fds", ticket_life_s=WAIT_S, max_waiting=4)
     one.start()
     yield one

@@ -1,4 +1,4 @@
-"""The verbs over real gRPC: unary calls and the stream give the same answers, and every refusal has its code."""
+"""The verbs over real gRPC: unary calls and the stream answer alike, and every refusal has its code."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ BAD = {
         "components['full'].pages: not ascending",
     ),
     "no prefetch": ("wait_prefetch", pb.WaitPrefetchRequest(engine_id="engine"), "prefetch_id: empty"),
-    "odd policy": ("prefetch", pb.PrefetchRequest(prompt=prompt(), policy=9), "policy: 9"),  # type: ignore[arg-type]
+    "odd policy": ("prefetch", pb.PrefetchRequest(prompt=prompt(), policy=9), "policy: 9"),
 }
 
 
@@ -155,7 +155,7 @@ async def test_bad_input_is_refused_and_leaves_nothing_behind(rig: Rig, engine: 
     assert code is StatusCode.INVALID_ARGUMENT
     assert text.startswith(field)
     controller = rig.controller
-    assert not (controller.lookups or controller.loads or controller.backups or controller.prefetches)
+    assert controller.lookups == controller.loads == controller.backups == controller.prefetches == []
     assert (await engine.ask(heartbeat=pb.Heartbeat())).HasField("heartbeat")
 
 
@@ -191,7 +191,7 @@ async def test_an_unexpected_error_keeps_its_text_and_is_counted(rig: Rig, engin
     assert code is StatusCode.INTERNAL
     assert "secret" not in text
     assert rig.faults.count == 3
-    assert "internal error in flush: ZeroDivisionError (3 since start)" in list(rig.faults.problems())[0]
+    assert "internal error in flush: ZeroDivisionError (3 since start)" in next(iter(rig.faults.problems()))
     rig.controller.raises = None
     assert (await rig.admin.Status(pb.StatusRequest())).problems[0].startswith("internal error")
 
@@ -256,7 +256,7 @@ async def test_a_client_that_pings_often_stays_connected(open_rig: Opener, rig: 
 
 
 async def test_a_callers_deadline_ends_its_wait(rig: Rig, engine: Engine) -> None:
-    """CONFIG-07: DEADLINE_EXCEEDED in time, the waiting in the controller is cancelled, a second call works."""
+    """CONFIG-07: DEADLINE_EXCEEDED in time, the controller's waiting is cancelled, a second call works."""
     rig.controller.may_land.clear()
     message = requests("engine")["wait_prefetch"]
     code, _ = await refusal(rig.cache.WaitPrefetch(message, timeout=0.1))

@@ -170,7 +170,7 @@ def test_bad_placements_name_the_field(components: list[pb.ComponentSlots], fiel
         (pb.PrefetchRequest(prompt=pb.Prompt(salt="x" * 513)), "prompt.salt: 513 characters"),
         (pb.PrefetchRequest(prompt=pb.Prompt(adapter="x" * 513)), "prompt.adapter: 513 characters"),
         (pb.PrefetchRequest(prompt=pb.Prompt(request_id="x" * 513)), "prompt.request_id: 513 characters"),
-        (pb.PrefetchRequest(policy=7), "policy: 7"),  # type: ignore[arg-type]
+        (pb.PrefetchRequest(policy=7), "policy: 7"),
         (pb.PrefetchRequest(timeout_s=-1), "timeout_s: -1"),
         (pb.PrefetchRequest(timeout_s=math.nan), "timeout_s: nan"),
         (pb.PrefetchRequest(timeout_s=math.inf), "timeout_s: inf"),
@@ -259,8 +259,7 @@ def test_a_bad_registration_names_the_field(changes: dict[str, object], field: s
 )
 def test_status_entries_have_the_same_fields_on_both_sides(ours: type, theirs: type) -> None:
     assert [field.name for field in dataclasses.fields(ours)] == [
-        field.name
-        for field in theirs.DESCRIPTOR.fields  # type: ignore[attr-defined]
+        field.name for field in theirs.DESCRIPTOR.fields
     ]
 
 
