@@ -21,7 +21,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import xxhash
@@ -37,6 +38,8 @@ HEADER_BYTES = 128
 CHECKSUM_BYTES = 16
 MAGIC = b"HICACHE\0"
 VERSION = 1
+
+_MOST_ALTERNATING = 4
 
 HEADER = np.dtype(
     [
@@ -55,7 +58,7 @@ HEADER = np.dtype(
 @dataclass(frozen=True, eq=False)
 class PlaneTable:
     """Pieces of a set of frames: addresses in the engine's memory and in the slab, and sizes; equal
-    lengths, sorted by layer, so that a layer is complete when all pieces up to its last are."""
+    lengths, in the order that lets a copy engine see the most pieces at even distances."""
 
     device: NDArray[np.uint64]
     host: NDArray[np.uint64]
@@ -66,10 +69,11 @@ class PlaneTable:
 class _Piece:
     """Planes that are neighbours in the engine's memory as in the frame: one copy."""
 
-    plane: Plane
+    region: int
+    offset: int
+    stride: int
     frame_offset: int
     nbytes: int
-    layer: int
 
 
 class FrameLayout:
@@ -89,9 +93,10 @@ class FrameLayout:
             framed(b"hicache frame 1", layout.fingerprint(), component.encode())
         ).digest()[:16]
         pieces = _pieces([plane for pool in pools for plane in pool.planes])
-        self._regions = [piece.plane.region for piece in pieces]
-        self._offsets = np.array([piece.plane.offset for piece in pieces], dtype=np.uint64)
-        self._strides = np.array([piece.plane.stride for piece in pieces], dtype=np.uint64)
+        self._page_by_page = 2 * _n_even(pieces) >= len(pieces)
+        self._regions = [piece.region for piece in pieces]
+        self._offsets = np.array([piece.offset for piece in pieces], dtype=np.uint64)
+        self._strides = np.array([piece.stride for piece in pieces], dtype=np.uint64)
         self._frame_offsets = np.array([piece.frame_offset for piece in pieces], dtype=np.uint64)
         self._nbytes = np.array([piece.nbytes for piece in pieces], dtype=np.uint64)
         self._checked = ctypes.c_ubyte * (self.frame_bytes - CHECKSUM_BYTES)
@@ -109,9 +114,12 @@ class FrameLayout:
         if len(np.unique(slots)) != len(slots):
             raise ValueError(f"{self.component}: a slot is named twice")
         bases = np.array([regions[region].address for region in self._regions], dtype=np.uint64)
-        device = (bases + self._offsets)[:, None] + self._strides[:, None] * slots.astype(np.uint64)
-        host = self._frame_offsets[:, None] + np.asarray(host_addresses, dtype=np.uint64)
-        return PlaneTable(device.ravel(), host.ravel(), np.repeat(self._nbytes, len(slots)))
+        device = (bases + self._offsets) + self._strides * slots.astype(np.uint64)[:, None]
+        host = self._frame_offsets + np.asarray(host_addresses, dtype=np.uint64)[:, None]
+        nbytes = np.broadcast_to(self._nbytes, device.shape)
+        if not self._page_by_page:  # then neighbouring slots are at even distances, if anything is
+            device, host, nbytes = device.T, host.T, nbytes.T
+        return PlaneTable(device.ravel(), host.ravel(), nbytes.ravel())
 
     def seal(self, addresses: NDArray[np.uint64], hashes: HashArray, pages: PageArray) -> None:
         """Write the headers of frames whose payload is complete: which page each is, and its checksum.
@@ -152,25 +160,40 @@ class FrameLayout:
 
 
 def _pieces(planes: Sequence[Plane]) -> list[_Piece]:
-    """Planes in frame order, merged where both sides are contiguous, then sorted by layer."""
+    """Planes merged where both sides are contiguous, in an order with long runs at even distances."""
     pieces: list[_Piece] = []
     frame_offset = HEADER_BYTES
     for plane in planes:
-        last = pieces[-1] if pieces else None
-        if last is not None and _continues(last, plane):
-            pieces[-1] = _Piece(
-                last.plane, last.frame_offset, last.nbytes + plane.nbytes, max(last.layer, plane.layer)
-            )
+        piece = _Piece(plane.region, plane.offset, plane.stride, frame_offset, plane.nbytes)
+        if pieces and _continues(pieces[-1], piece):
+            pieces[-1] = replace(pieces[-1], nbytes=pieces[-1].nbytes + piece.nbytes)
         else:
-            pieces.append(_Piece(plane, frame_offset, plane.nbytes, plane.layer))
+            pieces.append(piece)
         frame_offset += plane.nbytes
-    return sorted(pieces, key=lambda piece: piece.layer)
+    alike: dict[tuple[int, int, int], list[_Piece]] = {}
+    for piece in pieces:
+        alike.setdefault((piece.region, piece.stride, piece.nbytes), []).append(piece)
+    return [piece for group in alike.values() for piece in _in_runs(group)]
 
 
-def _continues(piece: _Piece, plane: Plane) -> bool:
-    first = piece.plane
+def _continues(piece: _Piece, other: _Piece) -> bool:
     return (
-        first.region == plane.region
-        and first.stride == plane.stride
-        and first.offset + piece.nbytes == plane.offset
+        piece.region == other.region
+        and piece.stride == other.stride
+        and piece.offset + piece.nbytes == other.offset
     )
+
+
+def _in_runs(pieces: list[_Piece]) -> list[_Piece]:
+    """K and V of every layer alternate in most layouts; apart, each is a run."""
+    orders = ([p for first in range(n) for p in pieces[first::n]] for n in range(1, _MOST_ALTERNATING + 1))
+    return max(orders, key=_n_even)
+
+
+def _n_even(pieces: Sequence[_Piece]) -> int:
+    """How many steps from piece to piece are as long as the step before, on both sides."""
+    steps = [
+        (b.region - a.region, b.offset - a.offset, b.frame_offset - a.frame_offset, b.nbytes - a.nbytes)
+        for a, b in pairwise(pieces)
+    ]
+    return sum(first == second for first, second in pairwise(steps))

@@ -256,7 +256,7 @@ class HostArena:
         self._used = np.zeros(n_slots, dtype=np.bool_)
         self._n_used = np.zeros(extents.n_extents, dtype=np.int32)
         self._open: list[int] = []
-        """Heap of extents that this arena has and that may have free slots; entries may be stale."""
+        """Heap of this arena's extents that have free slots."""
         self._n_free = 0
 
     def alloc(self, n_slots: int) -> SlotArray | None:

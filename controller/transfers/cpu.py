@@ -9,7 +9,6 @@ each small piece would cost more than its bytes. Starts no thread; keeps nothing
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +38,8 @@ class CpuCopyEngine:
 
     def copy(self, table: CopyTable) -> None:
         table = _merged(table)
-        in_run = np.zeros(len(table), dtype=np.bool_)
-        for start, stop in _even_runs(table):
-            _move_run(table, start, stop)
-            in_run[start:stop] = True
-        if in_run.any():
-            table = _rows(table, ~in_run)
+        if len(table) >= _WORTH_A_CALL:
+            table = _move_runs(table)
         large = table.nbytes >= ONE_BY_ONE_BYTES
         if large.any():
             _move_each(_rows(table, large))
@@ -77,32 +72,61 @@ def _merged(table: CopyTable) -> CopyTable:
     return CopyTable(source[starts], target[starts], np.add.reduceat(nbytes, starts))
 
 
-def _even_runs(table: CopyTable) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of pieces of one size whose sources, and whose targets, are at even
-    distances. Ranges do not overlap; short ones are left out."""
-    if len(table) < _WORTH_A_CALL:
-        return
-    steps = np.stack([np.diff(table.source), np.diff(table.target), table.nbytes[1:]])
-    changes = (steps[:, 1:] != steps[:, :-1]).any(axis=0)
-    bounds = np.concatenate([[0], np.flatnonzero(changes) + 1, [steps.shape[1]]])
-    long = np.diff(bounds) >= _WORTH_A_CALL - 1
-    taken = 0
-    for first_step, end_step in zip(bounds[:-1][long].tolist(), bounds[1:][long].tolist(), strict=True):
-        start, stop = max(taken, first_step), end_step + 1
-        if table.nbytes[start] != table.nbytes[start + 1]:
-            start += 1
-        if stop - start >= _WORTH_A_CALL:
-            taken = stop
-            yield start, stop
-
-
-def _move_run(table: CopyTable, start: int, stop: int) -> None:
-    shape = (stop - start, int(table.nbytes[start]))
-    source, target = (
-        np.ndarray(shape, np.uint8, _memory, first - _FIRST_ADDRESS, (second - first, 1))
-        for first, second in (column[start : start + 2].tolist() for column in (table.source, table.target))
+def _move_runs(table: CopyTable) -> CopyTable:
+    """Move what stands at even distances on both sides: runs of pieces, and where runs of one shape
+    stand at even distances themselves, all of them in one call. Returns the pieces that are left."""
+    source, target = table.source.view(np.int64), table.target.view(np.int64)
+    nbytes = table.nbytes.view(np.int64)
+    starts, counts = _even(source, target, nbytes)
+    starts, counts = starts[counts >= _WORTH_A_CALL], counts[counts >= _WORTH_A_CALL]
+    if not len(starts):
+        return table
+    froms, tos, sizes = source[starts], target[starts], nbytes[starts]
+    from_steps, to_steps = source[starts + 1] - froms, target[starts + 1] - tos
+    firsts, repeats = _even(froms, tos, counts, sizes, from_steps, to_steps)
+    firsts, repeats = firsts[repeats > 2], repeats[repeats > 2]
+    alone = np.flatnonzero(~_covered(len(starts), firsts, repeats))
+    firsts, repeats = np.append(firsts, alone), np.append(repeats, np.ones_like(alone))
+    seconds = np.minimum(firsts + 1, len(starts) - 1)
+    calls = np.stack(
+        [
+            *(repeats, counts[firsts], sizes[firsts]),
+            *(froms[firsts], froms[seconds] - froms[firsts], from_steps[firsts]),
+            *(tos[firsts], tos[seconds] - tos[firsts], to_steps[firsts]),
+        ],
+        axis=1,
     )
-    np.copyto(target, source)
+    for runs, pieces, size, of, of_outer, of_inner, to, to_outer, to_inner in calls.tolist():
+        shape = (runs, pieces, size)
+        np.copyto(
+            np.ndarray(shape, np.uint8, _memory, to - _FIRST_ADDRESS, (to_outer, to_inner, 1)),
+            np.ndarray(shape, np.uint8, _memory, of - _FIRST_ADDRESS, (of_outer, of_inner, 1)),
+        )
+    return _rows(table, ~_covered(len(table), starts, counts))
+
+
+def _even(
+    source: NDArray[np.int64], target: NDArray[np.int64], *shape: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where runs at even distances begin, and how many rows each has. Rows of a run of more than two
+    have equal `shape`; a row may end one run and begin the next."""
+    unlike = np.zeros(len(source) - 1, dtype=np.bool_)
+    for column in shape:
+        unlike |= column[1:] != column[:-1]
+    never_even = np.where(unlike, np.arange(1, len(source)), 0)
+    steps = np.stack([np.diff(source), np.diff(target), never_even])
+    changes = np.flatnonzero((steps[:, 1:] != steps[:, :-1]).any(axis=0)) + 1
+    bounds = np.concatenate([[0], changes, [len(source) - 1]])
+    return bounds[:-1], np.diff(bounds) + 1
+
+
+def _covered(n_rows: int, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which rows are in one of the ranges."""
+    edges = np.zeros(n_rows + 1, dtype=np.int64)
+    np.add.at(edges, starts, 1)
+    np.subtract.at(edges, starts + counts, 1)
+    covered: NDArray[np.bool_] = np.cumsum(edges[:-1]) > 0
+    return covered
 
 
 def _move_staged(table: CopyTable, nbytes: int) -> None:

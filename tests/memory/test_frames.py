@@ -214,23 +214,49 @@ def test_an_unknown_component_is_refused() -> None:
         FrameLayout(two_components(), "mamba")
 
 
-def test_neighbouring_planes_become_one_piece_and_layers_stay_in_order() -> None:
-    pools = (
-        Pool("kv", "full", 4, tuple(Plane(0, 10 * i, 100, 10, layer=i // 2) for i in range(8))),
-        Pool("index", "full", 4, tuple(Plane(0, 1000 + 100 * i, 25, 7, layer=i) for i in (3, 0, 2, 1))),
-    )
-    layout = FrameLayout(Layout(16, (ComponentSpec("full", Kind.FULL),), pools), "full")
-    table = layout.table(
-        [MappedRegion(0, 5000)], np.array([0], dtype=np.int32), np.array([0], dtype=np.uint64)
-    )
-    rows = list(zip(table.device.tolist(), table.host.tolist(), table.nbytes.tolist(), strict=True))
-    assert rows == [
-        (1000, 128 + 80 + 7, 7),
-        (1100, 128 + 80 + 21, 7),
-        (1200, 128 + 80 + 14, 7),
-        (0, 128, 80),  # the whole row: it is complete only with its last layer
-        (1300, 128 + 80, 7),
+def rows_of(layout: Layout, slots: list[int]) -> list[tuple[int, int, int]]:
+    """The table in its own order, the region at 0 and frame i at i * 100,000."""
+    addresses = np.arange(len(slots), dtype=np.uint64) * np.uint64(100_000)
+    frames = FrameLayout(layout, "full")
+    table = frames.table([MappedRegion(0, 10**6)], np.array(slots, dtype=np.int32), addresses)
+    return list(zip(table.device.tolist(), table.host.tolist(), table.nbytes.tolist(), strict=True))
+
+
+def full_only(*planes: Plane) -> Layout:
+    return Layout(16, (ComponentSpec("full", Kind.FULL),), (Pool("kv", "full", 4, planes),))
+
+
+def test_planes_side_by_side_are_one_piece() -> None:
+    layout = full_only(*(Plane(0, 10 * i, 100, 10, layer=i) for i in range(8)), Plane(0, 700, 100, 10))
+    assert rows_of(layout, [2]) == [(200, 128, 80), (900, 208, 10)]
+
+
+def test_planes_that_only_seem_to_continue_stay_apart() -> None:
+    layout = full_only(Plane(0, 0, 100, 10), Plane(0, 10, 90, 10), Plane(1, 20, 90, 10))
+    frames = FrameLayout(layout, "full")
+    regions = [MappedRegion(0, 1000), MappedRegion(5000, 1000)]
+    table = frames.table(regions, np.array([1], dtype=np.int32), np.zeros(1, dtype=np.uint64))
+    assert table.device.tolist() == [100, 100, 5110]
+
+
+def test_evenly_spaced_planes_come_page_by_page_k_before_v() -> None:
+    """However K and V alternate in the frame, each is a run of one step."""
+    k_and_v = [
+        plane for i in range(5) for plane in (Plane(0, 50 * i, 10, 10), Plane(0, 1000 + 50 * i, 10, 10))
     ]
+    rows = rows_of(full_only(*k_and_v), [3, 1])
+    k = [(50 * i, 128 + 20 * i, 10) for i in range(5)]
+    v = [(1000 + 50 * i, 138 + 20 * i, 10) for i in range(5)]
+    first = [(device + 30, host, nbytes) for device, host, nbytes in k + v]
+    second = [(device + 10, host + 100_000, nbytes) for device, host, nbytes in k + v]
+    assert rows == first + second
+
+
+def test_unevenly_spaced_planes_come_plane_by_plane() -> None:
+    """So that neighbouring slots are runs."""
+    rows = rows_of(full_only(Plane(0, 0, 20, 10), Plane(0, 500, 30, 7), Plane(0, 800, 40, 9)), [0, 1, 2])
+    assert [row[0] for row in rows] == [0, 20, 40, 500, 530, 560, 800, 840, 880]
+    assert [row[1] for row in rows][:3] == [128, 100_128, 200_128]
 
 
 def test_addresses_of_the_upper_half_do_not_wrap() -> None:

@@ -26,14 +26,14 @@ class Calls:
     """Which of the three ways moved how many pieces."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.even: list[int] = []
+        self.even: list[tuple[int, ...]] = []
         self.staged: list[int] = []
         self.each: list[int] = []
-        even, staged, each = cpu._move_run, cpu._move_staged, cpu._move_each
+        even, staged, each = np.copyto, cpu._move_staged, cpu._move_each
 
-        def count_even(table: cpu.CopyTable, start: int, stop: int) -> None:
-            self.even.append(stop - start)
-            even(table, start, stop)
+        def count_even(target: np.ndarray, source: np.ndarray) -> None:
+            self.even.append(target.shape[:2])
+            even(target, source)
 
         def count_staged(table: cpu.CopyTable, nbytes: int) -> None:
             self.staged.append(len(table))
@@ -43,7 +43,7 @@ class Calls:
             self.each.append(len(table))
             each(table)
 
-        monkeypatch.setattr(cpu, "_move_run", count_even)
+        monkeypatch.setattr(np, "copyto", count_even)
         monkeypatch.setattr(cpu, "_move_staged", count_staged)
         monkeypatch.setattr(cpu, "_move_each", count_each)
 
@@ -72,7 +72,16 @@ def test_neighbouring_slots_of_two_planes_are_two_strided_copies(calls: Calls) -
     first = [(100 * i, 900 * i, 100) for i in range(20)]
     second = [(50_000 + 60 * i, 100 + 900 * i, 60) for i in range(20)]
     moved(first + second)
-    assert (calls.even, calls.staged, calls.each) == ([20, 20], [], [])
+    assert (calls.even, calls.staged, calls.each) == ([(1, 20), (1, 20)], [], [])
+
+
+def test_runs_at_even_distances_are_one_call(calls: Calls) -> None:
+    """Neighbouring slots of many planes; the last plane is of another size, the fourth elsewhere."""
+    at = [0, 9000, 18_000, 100_000, 36_000, 45_000, 54_000]
+    pieces = [(at[k] + 500 * i, 1000 * i + 100 * k, 90) for k in range(7) for i in range(10)]
+    moved([*pieces, *((200_000 + 300 * i, 1000 * i + 700, 80) for i in range(10))])
+    assert sorted(calls.even) == [(1, 10), (1, 10), (3, 10), (3, 10)]
+    assert (calls.staged, calls.each) == ([], [])
 
 
 def test_a_run_of_even_distances_ends_where_sizes_change(calls: Calls) -> None:
@@ -84,7 +93,7 @@ def test_a_run_of_even_distances_ends_where_sizes_change(calls: Calls) -> None:
     for source_at, target_at, nbytes in pieces:
         expected[target_at : target_at + nbytes] = SOURCE[source_at : source_at + nbytes]
     assert np.array_equal(target, expected)
-    assert calls.even == [12, 11]
+    assert calls.even == [(1, 12), (1, 11)]
 
 
 def test_scattered_small_pieces_are_staged_by_size(calls: Calls) -> None:
@@ -120,7 +129,7 @@ PIECE_BYTES = 64_000
 EVEN = [(PIECE_BYTES * i, PIECE_BYTES * i, PIECE_BYTES - 1) for i in range(300)]
 MOVES: dict[str, Callable[[cpu.CopyTable], None]] = {
     "each": cpu._move_each,
-    "even": lambda table: cpu._move_run(table, 0, len(table)),
+    "even": lambda table: [cpu._move_runs(table)] and None,
     "staged": lambda table: cpu._move_staged(table, PIECE_BYTES - 1),
 }
 

@@ -232,7 +232,7 @@ def test_a_pool_that_cannot_follow_is_refused_at_registration() -> None:
 
 def test_a_load_is_complete_only_when_every_pools_part_has_landed() -> None:
     """SIDECAR-03: the sidecar's bytes alone are late."""
-    layout, region_bytes = with_sidecar()
+    layout, region_bytes = with_sidecar(scale_bytes=60)
     frames = FrameLayout(layout, "full")
     memory = EngineMemory(layout, region_bytes, seed=41)
     host = HostMemory(frames, 1, seed=42)
