@@ -295,7 +295,6 @@ class UnifiedRadixCache:
         self._index.touch(cursor, boundary)
         name = next((c.name for c in self._components if c.coverage.whole_path), self._components[0].name)
         came = brought.loaded.get(name, np.empty(0, np.int32))
-        came = came[came < boundary]
         stored = 0 if before is None else int((came >= before).sum())
         request = Request(
             prompt=prompt,

@@ -38,8 +38,10 @@ _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 _HANDOVER_TIMEOUT_S = 2.0
-_BACKOFF_S = (0.05, 0.5)
-_REFUSED_BACKOFF_S = 5.0
+_BACKOFF_S = 0.05
+"""First pause before another try; it doubles up to one of these:"""
+_AWAY_PAUSE_S = 0.5
+_REFUSED_PAUSE_S = 5.0
 
 
 class _Refused(Exception):  # noqa: N818 - the name is what it is
@@ -87,6 +89,7 @@ class Client:
         self._closing = threading.Event()
         self._epoch = 0
         self._attachments = 0
+        self._was_attached = False
         self._problem = "the daemon has not answered yet"
         self._logged = ""
         self._thread = threading.Thread(target=self._keep_attached, name="hicache-client", daemon=True)
@@ -223,22 +226,21 @@ class Client:
     # ---- the background thread ----
 
     def _keep_attached(self) -> None:
-        backoff_s = _BACKOFF_S[0]
+        pause_s = _BACKOFF_S
         while not self._closing.is_set():
-            epoch = self._epoch
+            longest_s = _AWAY_PAUSE_S
+            self._was_attached = False
             try:
                 self._attach_once()
-                pause_s = backoff_s
             except _Refused as refusal:
                 self._trouble(f"the daemon refused this engine: {refusal}", log_as=str(refusal))
-                pause_s = _REFUSED_BACKOFF_S
+                longest_s = _REFUSED_PAUSE_S
             except (OSError, grpc.RpcError) as error:
                 self._trouble(f"the daemon is away: {_reason(error)}", log_as="away")
-                pause_s = backoff_s
             except Exception as error:  # noqa: BLE001 - last line of defence: logged, shown, tried again
                 self._unexpected(error)
-                pause_s = _REFUSED_BACKOFF_S
-            backoff_s = _BACKOFF_S[0] if self._epoch != epoch else min(2 * backoff_s, _BACKOFF_S[1])
+                longest_s = _REFUSED_PAUSE_S
+            pause_s = _BACKOFF_S if self._was_attached else min(2 * pause_s, longest_s)
             self._closing.wait(pause_s * random.uniform(0.8, 1.2))
 
     def _attach_once(self) -> None:
@@ -323,6 +325,7 @@ class Client:
         log.info("hicache: attached to daemon %s (boot %s)", self._daemon.pid, registered.boot_id)
         self._problem = self._logged = ""
         self._connection = connection
+        self._was_attached = True
         self._attached.set()
 
     def _unexpected(self, error: Exception) -> None:

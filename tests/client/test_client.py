@@ -205,7 +205,7 @@ def test_errors_of_the_daemon_read_as_misses(daemon: FakeDaemon, connect: Connec
 def test_a_refused_engine_is_shown_and_logged_once(
     daemon: FakeDaemon, connect: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache.client.client._REFUSED_BACKOFF_S", 0.01)
+    monkeypatch.setattr("hicache.client.client._REFUSED_PAUSE_S", 0.01)
     daemon.refuse = (grpc.StatusCode.INVALID_ARGUMENT, "layout.pools: frames of 9 GiB; lower page_size")
     with caplog.at_level(logging.WARNING, "hicache"):
         client = connect()
@@ -369,6 +369,40 @@ def test_another_daemon_on_the_socket_does_not_settle_what_the_first_has_in_hand
     assert not ticket.settled()
     first.kill()
     assert ticket.settled()
+
+
+def test_a_daemon_whose_process_cannot_be_seen_is_never_taken_for_dead(
+    daemon: FakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another pid namespace: the kernel names no pid. The engine is told what that costs."""
+    monkeypatch.setattr("hicache.client.handover.peer_pid", lambda connection: 0)
+    with caplog.at_level(logging.WARNING, "hicache"):
+        client = connect()
+        assert client.wait_attached(SOON_S)
+    assert "another pid namespace" in caplog.text
+    daemon.hold("load")
+    ticket = client.start_load(LEASE, PAGES)
+    daemon.seen("load")
+    client.close()
+    assert ticket.wait(SOON_S) is Outcome.FAILED
+    assert not ticket.settled()
+
+
+def test_reconnecting_leaves_no_descriptors_behind(daemon: FakeDaemon, connect: Connect) -> None:
+    client = connect()
+    for n in range(1, 12):
+        assert eventually(lambda n=n: len(daemon.registrations) == n and client.ready)
+        daemon.end_streams()
+    assert eventually(lambda: client.ready)
+    pidfds = [fd for fd in os.listdir("/proc/self/fd") if link_of(fd) == "anon_inode:[pidfd]"]
+    assert len(pidfds) <= 2
+
+
+def link_of(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:
+        return ""
 
 
 def test_many_threads_may_ask_at_once(daemon: FakeDaemon, connect: Connect) -> None:
