@@ -38,19 +38,15 @@ class CpuCopyEngine:
 
     def copy(self, table: CopyTable) -> None:
         table = _merged(table)
-        if len(table) >= _WORTH_A_CALL:
-            table = _move_runs(table)
         large = table.nbytes >= ONE_BY_ONE_BYTES
         if large.any():
             _move_each(_rows(table, large))
             table = _rows(table, ~large)
-        sizes, counts = np.unique(table.nbytes, return_counts=True)
-        for nbytes, count in zip(sizes.tolist(), counts.tolist(), strict=True):
-            alike = _rows(table, table.nbytes == nbytes)
-            if count < _WORTH_A_CALL:
-                _move_each(alike)
-            else:
-                _move_staged(alike, nbytes)
+        if len(table) >= _WORTH_A_CALL:
+            table = _move_runs(table)
+        if len(table) >= _WORTH_A_CALL:
+            table = _move_by_size(table)
+        _move_each(table)
 
 
 def _rows(table: CopyTable, chosen: NDArray[np.bool_]) -> CopyTable:
@@ -75,58 +71,72 @@ def _merged(table: CopyTable) -> CopyTable:
 def _move_runs(table: CopyTable) -> CopyTable:
     """Move what stands at even distances on both sides: runs of pieces, and where runs of one shape
     stand at even distances themselves, all of them in one call. Returns the pieces that are left."""
-    source, target = table.source.view(np.int64), table.target.view(np.int64)
-    nbytes = table.nbytes.view(np.int64)
+    source, target, nbytes = (c.view(np.int64) for c in (table.source, table.target, table.nbytes))
     starts, counts = _even(source, target, nbytes)
-    starts, counts = starts[counts >= _WORTH_A_CALL], counts[counts >= _WORTH_A_CALL]
+    long = counts >= _WORTH_A_CALL
+    left = ~_covered(long, counts)
+    starts, counts = starts[long], counts[long]
     if not len(starts):
         return table
-    froms, tos, sizes = source[starts], target[starts], nbytes[starts]
-    from_steps, to_steps = source[starts + 1] - froms, target[starts + 1] - tos
-    firsts, repeats = _even(froms, tos, counts, sizes, from_steps, to_steps)
-    firsts, repeats = firsts[repeats > 2], repeats[repeats > 2]
-    alone = np.flatnonzero(~_covered(len(starts), firsts, repeats))
-    firsts, repeats = np.append(firsts, alone), np.append(repeats, np.ones_like(alone))
-    seconds = np.minimum(firsts + 1, len(starts) - 1)
-    calls = np.stack(
-        [
-            *(repeats, counts[firsts], sizes[firsts]),
-            *(froms[firsts], froms[seconds] - froms[firsts], from_steps[firsts]),
-            *(tos[firsts], tos[seconds] - tos[firsts], to_steps[firsts]),
-        ],
-        axis=1,
+    of, to, size = source[starts], target[starts], nbytes[starts]
+    of_step, to_step = source[starts + 1] - of, target[starts + 1] - to
+    firsts, repeats = _even(of, to, counts, size, of_step, to_step)
+    grid = repeats > 2
+    alone = np.flatnonzero(~_covered(grid, repeats))
+    for i, n in zip(firsts[grid].tolist(), repeats[grid].tolist(), strict=True):
+        shape = (n, int(counts[i]), int(size[i]))
+        source_steps = (int(of[i + 1] - of[i]), int(of_step[i]))
+        target_steps = (int(to[i + 1] - to[i]), int(to_step[i]))
+        _move_grid(shape, int(of[i]), source_steps, int(to[i]), target_steps)
+    columns = (column[alone].tolist() for column in (counts, size, of, of_step, to, to_step))
+    for n, row_bytes, of_first, of_distance, to_first, to_distance in zip(*columns, strict=True):
+        _move_grid((n, row_bytes), of_first, (of_distance,), to_first, (to_distance,))
+    return _rows(table, left)
+
+
+def _move_grid(
+    shape: tuple[int, ...],
+    source: int,
+    source_steps: tuple[int, ...],
+    target: int,
+    target_steps: tuple[int, ...],
+) -> None:
+    """Rows of `shape[-1]` bytes at these distances."""
+    np.copyto(
+        np.ndarray(shape, np.uint8, _memory, target - _FIRST_ADDRESS, (*target_steps, 1)),
+        np.ndarray(shape, np.uint8, _memory, source - _FIRST_ADDRESS, (*source_steps, 1)),
     )
-    for runs, pieces, size, of, of_outer, of_inner, to, to_outer, to_inner in calls.tolist():
-        shape = (runs, pieces, size)
-        np.copyto(
-            np.ndarray(shape, np.uint8, _memory, to - _FIRST_ADDRESS, (to_outer, to_inner, 1)),
-            np.ndarray(shape, np.uint8, _memory, of - _FIRST_ADDRESS, (of_outer, of_inner, 1)),
-        )
-    return _rows(table, ~_covered(len(table), starts, counts))
 
 
 def _even(
     source: NDArray[np.int64], target: NDArray[np.int64], *shape: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where runs at even distances begin, and how many rows each has. Rows of a run of more than two
-    have equal `shape`; a row may end one run and begin the next."""
-    unlike = np.zeros(len(source) - 1, dtype=np.bool_)
+    """Where runs at even distances begin, and how many rows each has, two at least (if there are two).
+    Rows of a run of more than two have equal `shape`. The last row of a run is the first of the next."""
+    source_steps, target_steps = source[1:] - source[:-1], target[1:] - target[:-1]
+    changes = (source_steps[1:] != source_steps[:-1]) | (target_steps[1:] != target_steps[:-1])
     for column in shape:
-        unlike |= column[1:] != column[:-1]
-    never_even = np.where(unlike, np.arange(1, len(source)), 0)
-    steps = np.stack([np.diff(source), np.diff(target), never_even])
-    changes = np.flatnonzero((steps[:, 1:] != steps[:, :-1]).any(axis=0)) + 1
-    bounds = np.concatenate([[0], changes, [len(source) - 1]])
-    return bounds[:-1], np.diff(bounds) + 1
+        unlike = column[1:] != column[:-1]
+        changes |= unlike[1:] | unlike[:-1]
+    bounds = np.concatenate([[0], np.flatnonzero(changes) + 1, [len(source) - 1]])
+    return bounds[:-1], bounds[1:] - bounds[:-1] + 1
 
 
-def _covered(n_rows: int, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which rows are in one of the ranges."""
-    edges = np.zeros(n_rows + 1, dtype=np.int64)
-    np.add.at(edges, starts, 1)
-    np.subtract.at(edges, starts + counts, 1)
-    covered: NDArray[np.bool_] = np.cumsum(edges[:-1]) > 0
+def _covered(chosen: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which rows are in one of the chosen runs of `_even`."""
+    steps = np.repeat(chosen, counts - 1)
+    covered = np.zeros(len(steps) + 1, dtype=np.bool_)
+    covered[1:] = steps
+    covered[:-1] |= steps
     return covered
+
+
+def _move_by_size(table: CopyTable) -> CopyTable:
+    """Move pieces of which there are many of one size. Returns the pieces that are left."""
+    sizes, counts = np.unique(table.nbytes, return_counts=True)
+    for nbytes in sizes[counts >= _WORTH_A_CALL].tolist():
+        _move_staged(_rows(table, table.nbytes == nbytes), nbytes)
+    return _rows(table, np.isin(table.nbytes, sizes[counts < _WORTH_A_CALL]))
 
 
 def _move_staged(table: CopyTable, nbytes: int) -> None:
