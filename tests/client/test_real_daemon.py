@@ -15,7 +15,7 @@ import pytest
 
 from hicache import Client, ComponentSpec, Kind, Layout, Plane, Pool, SharedRegion, UnifiedRadixCache
 from hicache.client import Outcome, Placement, Prompt
-from hicache.core.words import Tier
+from hicache.core.words import Tier, TokenArray
 from tests.live import LiveDaemon, LiveEngine, wait_until
 from tests.tagged import make_layout, prompt
 
@@ -196,3 +196,60 @@ def run_example(address: str) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+class HardyEngine(LiveEngine):
+    """Puts a request off when L1 has no room for it, as engines do."""
+
+    def serve_if_room(self, name: str, tokens: TokenArray) -> bool:
+        needed = {"full": len(tokens) // self.layout.page_size, "swa": len(tokens) // self.layout.page_size}
+        for component, n_slots in needed.items():
+            slots = self.cache.alloc(component, n_slots)
+            if slots is None:
+                return False
+            self.cache.free(component, slots)
+        self.serve(name, tokens)
+        return True
+
+
+def test_through_freezes_kills_and_restarts_every_byte_is_right(tmp_path: Path) -> None:
+    """Growing conversations over all tiers while the daemon is stopped, continued, killed and started at
+    random (from a fixed seed). `serve` compares every byte that is reused and audits the books."""
+    daemon = LiveDaemon(tmp_path, capacity="1MiB")
+    engine = HardyEngine(daemon.address, *make_layout({"full": 40, "swa": 40, "mamba": 8}))
+    engine.cache._loads._lookup_timeout_s = 0.1  # type: ignore[union-attr]
+    engine.cache._loads._load_timeout_s = 0.1  # type: ignore[union-attr]
+    engine.cache._prefetch_wait_s = 0.3
+    random = np.random.default_rng(7)
+    turns, served, frozen = dict.fromkeys(range(8), 1), 0, False
+    try:
+        for step in range(250):
+            who = int(random.integers(8))
+            turns[who] = min(turns[who] + 1, 12) if random.random() < 0.9 else 1
+            served += engine.serve_if_room(f"s{step}", prompt(who, 4 * turns[who] + int(random.integers(4))))
+            trouble = random.random()
+            if trouble < 0.03:
+                daemon.kill()
+                daemon.start()
+                frozen = False
+            elif trouble < 0.1:
+                daemon.send(signal.SIGCONT if frozen else signal.SIGSTOP)
+                frozen = not frozen
+        daemon.send(signal.SIGCONT)
+        wait_until(lambda: engine.client.ready, "the engine to be attached")
+        engine.settle()
+        wait_until(lambda: engine.cache.poll() == 0 and not engine.cache._loads.late, "late loads")  # type: ignore[union-attr]
+        for component, pool in engine.cache.pools.items():
+            engine.cache.evict(component, pool.n_slots)
+            engine.settle()
+        for component, pool in engine.cache.pools.items():
+            engine.cache.evict(component, pool.n_slots)
+            assert pool.n_free == pool.n_slots, f"{component}: slots were lost"
+        assert served > 150
+        assert engine.cache.counters.hit_host_pages > 0
+        assert engine.cache.counters.hit_storage_pages > 0
+        assert daemon.counter("internal_errors") == 0
+        wait_until(lambda: all(not pool.pinned_pages for pool in daemon.status().pools), "the daemon's pins")
+    finally:
+        engine.close()
+        daemon.close()
