@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from hicache.core.pins import Receipt
 
 from controller.counters import Counters
 from controller.models import HOST, HostMemory, Model
@@ -21,8 +20,11 @@ from controller.requests import Prefetch, PrefetchPolicy, PrefetchState, Progres
 from controller.settings import ControllerSettings
 from hicache.core.coverage import Coverage, joint_boundary
 from hicache.core.identity import Namespace, page_hashes
+from hicache.core.pins import Receipt
 from hicache.core.words import BoolArray, PageArray, Residency, TokenArray
 
+READS_AT_ONCE = 4
+"""Batches of one prefetch that are read at the same time."""
 ENDED = frozenset({PrefetchState.DONE, PrefetchState.CANCELLED, PrefetchState.FAILED})
 
 
@@ -290,27 +292,37 @@ class Prefetches:
             await asyncio.shield(running)
 
     async def _read(self, run: Run, wanted: Mapping[str, PageArray]) -> None:
-        """Batch after batch: windows and checkpoints first, without which the rest serves nothing,
+        """Several batches at a time: windows and checkpoints first, without which the rest serves nothing,
         then whole-path pages from the start."""
         model = run.model
         nbytes = sum(len(pages) * model.shelves[name].frames.slot_bytes for name, pages in wanted.items())
+        batches = self._batches(model, wanted)
         self._held_bytes += nbytes
         try:
-            for name, pages in self._batches(model, wanted):
-                left = run.ends_s - asyncio.get_running_loop().time()
-                if run.stopping.is_set() or left <= 0:
-                    run.reason = run.reason or "deadline"
-                    return
-                timeout_s = min(left, self._settings.storage_timeout_s)
-                fetched = await self._reader.fetch(model, run.namespace, run.tokens, name, pages, timeout_s)
-                run.pin({name: fetched.arrived})
-                run.arrived_pages += len(fetched.arrived)
-                if len(fetched.arrived) < len(pages):
-                    run.reason = run.reason or ("host_capacity" if fetched.no_room else "storage")
-                    if fetched.no_room:
-                        return
+            ended = await asyncio.gather(
+                *(self._read_from(run, batches) for _ in range(READS_AT_ONCE)), return_exceptions=True
+            )
         finally:
             self._held_bytes -= nbytes
+        for error in ended:
+            if error is not None:
+                raise error
+
+    async def _read_from(self, run: Run, batches: Iterator[tuple[str, PageArray]]) -> None:
+        """Batch after batch from the iterator that all readers of this run share."""
+        for name, pages in batches:
+            left = run.ends_s - asyncio.get_running_loop().time()
+            if run.stopping.is_set() or left <= 0:
+                run.reason = run.reason or "deadline"
+                return
+            timeout_s = min(left, self._settings.storage_timeout_s)
+            fetched = await self._reader.fetch(run.model, run.namespace, run.tokens, name, pages, timeout_s)
+            run.pin({name: fetched.arrived})
+            run.arrived_pages += len(fetched.arrived)
+            if len(fetched.arrived) < len(pages):
+                run.reason = run.reason or ("host_capacity" if fetched.no_room else "storage")
+                if fetched.no_room:
+                    return
 
     def _batches(self, model: Model, wanted: Mapping[str, PageArray]) -> Iterator[tuple[str, PageArray]]:
         for name in sorted(wanted, key=lambda name: model.shelves[name].whole_path):

@@ -33,7 +33,8 @@ from hicache.core.identity import Namespace
 from hicache.core.layout import Layout
 from hicache.core.pools import SlotPool
 from hicache.core.words import BoolArray, SlotArray, TokenArray
-from storage_backends.specs import BackendSpec, FileSpec
+from storage_backends.messages import WorkerSpec
+from storage_backends.specs import FileSpec
 from tests.tagged import TaggedMemory, hashes_of, make_layout
 
 SLOTS = {"full": 64, "swa": 64, "mamba": 16}
@@ -69,8 +70,8 @@ class TaggedEngine:
     def namespace(self, salt: str = "") -> Namespace:
         return Namespace(self.model, "r1", self.spec.layout.fingerprint(), self.page_size, salt=salt)
 
-    def prompt(self, tokens: TokenArray, salt: str = "", request_id: str = "r") -> Prompt:
-        return Prompt(self.engine_id, request_id, tokens, salt=salt)
+    def prompt(self, tokens: TokenArray, salt: str = "") -> Prompt:
+        return Prompt(self.engine_id, f"request {tokens[:1]}", tokens, salt=salt)
 
     def compute(
         self, tokens: TokenArray, pages: Mapping[str, list[int]], salt: str = ""
@@ -155,13 +156,15 @@ class Rig:
     def __init__(self, tmp_path: Path) -> None:
         self.file_spec = FileSpec(path=str(tmp_path / "objects"))
         self._stack = AsyncExitStack()
+        self._slabs: dict[HybridCacheController, HostSlab] = {}
+        self._tiers: list[StorageTier] = []
         self.controllers: list[HybridCacheController] = []
         self.tier: StorageTier | None = None
 
     async def controller(
         self,
         *,
-        storage: BackendSpec | None = None,
+        storage: WorkerSpec | None = None,
         capacity_bytes: int = 4 * MIB,
         settings: ControllerSettings | None = None,
     ) -> HybridCacheController:
@@ -170,21 +173,30 @@ class Rig:
         scheduler = TransferScheduler(CpuCopyEngine(), threads=2)
         self._stack.callback(scheduler.close)
         self.tier = None
-        if storage is not None:
-            self.tier = StorageTier("l3", storage, slab.fd, slab.nbytes)
-            await self.tier.start()
-            self._stack.push_async_callback(self.tier.stop)
         controller = HybridCacheController(settings or ControllerSettings(), slab, scheduler)
         await controller.start()
-        if self.tier:
+        self._slabs[controller] = slab
+        if storage is not None:
+            self.tier = await self.tier_for(controller, "l3", storage)
             controller.storage.attach(self.tier, TierPolicy())
-        self._stack.push_async_callback(controller.stop)
         self.controllers.append(controller)
         return controller
+
+    async def tier_for(self, controller: HybridCacheController, name: str, spec: WorkerSpec) -> StorageTier:
+        """A started tier over a controller's slab; stopped, if nobody has, after the controller."""
+        slab = self._slabs[controller]
+        tier = StorageTier(name, spec, slab.fd, slab.nbytes)
+        await tier.start()
+        self._tiers.append(tier)
+        return tier
 
     async def close(self) -> None:
         violations = [line for controller in self.controllers for line in controller.audit()]
         errors = [controller.counters.internal_errors for controller in self.controllers]
+        for controller in self.controllers:
+            await controller.stop()
+        for tier in self._tiers:
+            await tier.stop()
         await self._stack.aclose()
         assert violations == []
         assert not any(errors)
