@@ -1,0 +1,1 @@
+"""Benchmarks: run from the repository root, say `python -m bench.index`."""
