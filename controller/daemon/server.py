@@ -255,14 +255,11 @@ class Daemon:
     # ---- stopping, each step undoing one of building
 
     async def _stop_serving(self, grace_s: float) -> None:
-        """Tell health, refuse what is new, let what runs finish within the grace, cut the rest."""
-        deadline_s = time.monotonic() + grace_s
         log.info("stopping", grace_s=grace_s)
         self._readiness.stop()
         await self._health.enter_graceful_shutdown()
-        if not await self._attachments.end_all(grace_s):
+        if not await stop_serving(self._grpc, self._attachments, grace_s):
             log.warning("engines_not_drained", after_s=grace_s)
-        await self._grpc.stop(max(0.0, deadline_s - time.monotonic()))
 
     async def _stop_controller(self, grace_s: float) -> None:
         stopping = asyncio.create_task(self._controller.stop())
@@ -296,6 +293,15 @@ class Daemon:
         if self._tier is not None:
             for name, count in self._tier.counters().items():
                 yield f"backend_{name}", count
+
+
+async def stop_serving(server: grpc.aio.Server, attachments: Attachments, grace_s: float) -> bool:
+    """End the engines' streams, let what runs finish within the grace, cut the rest. An engine's stream
+    never holds up the stop. False when some engine's transfers have not ended."""
+    deadline_s = time.monotonic() + grace_s
+    drained = await attachments.end_all(grace_s)
+    await server.stop(max(0.0, deadline_s - time.monotonic()))
+    return drained
 
 
 def server_options(server: Server) -> list[tuple[str, int]]:

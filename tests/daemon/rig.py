@@ -69,6 +69,8 @@ class SmallController:
         self.raises: BaseException | None = None
         self.may_land = asyncio.Event()
         self.may_land.set()
+        self.waits_may_end = asyncio.Event()
+        self.waits_may_end.set()
         self.in_flight = 0
         self.landed = 0
         self.wait_cancelled = asyncio.Event()
@@ -131,6 +133,7 @@ class SmallController:
         self._check(engine_id)
         try:
             await self.may_land.wait()
+            await self.waits_may_end.wait()
         except asyncio.CancelledError:
             self.wait_cancelled.set()
             raise

@@ -15,6 +15,7 @@ import pytest
 from grpc import StatusCode
 
 from controller.daemon.attachments import Ending
+from controller.daemon.server import stop_serving
 from controller.requests import InvalidRequest
 from hicache.core.layout import Layout
 from proto.v1 import hicache_pb2 as pb
@@ -348,6 +349,26 @@ async def test_stopping_does_not_wait_for_ever(open_rig: Opener) -> None:
         assert not await rig.attachments.end_all(0.1)
         assert await engine.ended() is StatusCode.UNAVAILABLE
         assert regions_mapped() == 1
+
+
+async def test_a_stop_completes_what_ends_within_the_grace_and_cuts_the_rest(open_rig: Opener) -> None:
+    """LIFE-05: with an open stream, one call that ends in time and one that would take for ever."""
+    async with open_rig(grace_s=1.0) as rig, rig.engine() as engine:
+        rig.controller.may_land.clear()
+        endless = rig.cache.WaitPrefetch(pb.WaitPrefetchRequest(engine_id="engine", prefetch_id="p"))
+        await engine.ask(heartbeat=pb.Heartbeat())
+        quick = rig.cache.Load(pb.LoadRequest(engine_id="engine", lease_id="lease", components=FULL))
+        await until(lambda: rig.controller.in_flight == 1, "the load has begun")
+        rig.controller.waits_may_end.clear()
+        stopping = asyncio.create_task(stop_serving(rig.server, rig.attachments, 1.0))
+        assert await engine.ended() is StatusCode.UNAVAILABLE
+        rig.controller.may_land.set()
+        assert (await quick).nbytes == 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await endless
+        assert caught.value.code() in (StatusCode.UNAVAILABLE, StatusCode.CANCELLED)
+        assert await asyncio.wait_for(stopping, WAIT_S)
+        assert rig.controller.wait_cancelled.is_set()
 
 
 async def test_a_client_that_does_not_read_holds_up_only_itself(rig: Rig) -> None:
