@@ -108,7 +108,7 @@ class Attachments:
             if not attachment.in_controller:
                 self.end(attachment, Ending.REFUSED)
         self.attached += 1
-        self._watch(attachment)
+        self._watch(attachment, self._now_s())
         log.info("engine_attached", engine=wanted.engine_id, model=wanted.model, regions=len(mapped))
         return attachment
 
@@ -186,14 +186,20 @@ class Attachments:
                 f"{self._drain_timeout_s} s; attach again"
             ) from None
 
-    def _watch(self, attachment: Attachment) -> None:
-        """End the attachment when it has been silent for too long; otherwise look again when it could be."""
+    def _watch(self, attachment: Attachment, due_s: float) -> None:
+        """End the attachment when it has been silent for too long; otherwise look again when it could be.
+
+        A look that comes late shows that this process itself stood still: what the engine said meanwhile
+        is not read yet, so it gets its time anew."""
+        if self._now_s() - due_s > self._heartbeat_timeout_s / 4:
+            self.heard(attachment)
         left_s = attachment.heard_s + self._heartbeat_timeout_s - self._now_s()
         if left_s <= 0:
             log.warning("engine_silent", engine=attachment.engine_id, after_s=self._heartbeat_timeout_s)
             self.end(attachment, Ending.SILENT)
         elif attachment.ending is None:
-            asyncio.get_running_loop().call_later(left_s, self._watch, attachment)
+            due_s = self._now_s() + left_s
+            asyncio.get_running_loop().call_at(due_s, self._watch, attachment, due_s)
 
     def _closed(self, closing: asyncio.Task[None]) -> None:
         self._closings.discard(closing)

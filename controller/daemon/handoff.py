@@ -23,6 +23,7 @@ ACCEPTED, REFUSED = b"1", b"0"
 TICKET_LIFE_S = 30.0
 MAX_WAITING = 256
 MAX_CONNECTIONS = 64
+PAUSE_S = 0.5
 _MAX_FDS = 4
 _PEERCRED = struct.Struct("3i")
 
@@ -114,7 +115,11 @@ class Handoff:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # gone again, or out of descriptors: the listener stays, the next wake-up retries
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # out of descriptors, say: trying again at once would only spin
+            log.warning("handoff_paused", reason=error.strerror, for_s=PAUSE_S)
+            self._pause(self._listener)
             return
         if len(self._connections) >= MAX_CONNECTIONS or not self._may_hand_over(sock):
             self.refused += 1
@@ -125,6 +130,15 @@ class Handoff:
         expiry = loop.call_later(self._ticket_life_s, self._end_by_number, sock.fileno())
         self._connections[sock.fileno()] = connection = _Connection(sock, expiry)
         loop.add_reader(sock, self._receive, connection)
+
+    def _pause(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+        loop.call_later(PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def _may_hand_over(self, sock: socket.socket) -> bool:
         _, uid, _ = _PEERCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))

@@ -25,8 +25,9 @@ from controller.controller import HybridCacheController
 from controller.daemon import tuning
 from controller.daemon.attachments import Attachments
 from controller.daemon.claim import ClaimError, SocketClaim
-from controller.daemon.config import FD_SUFFIX, Config, Http, Server, Storage, kind_of
+from controller.daemon.config import FD_SUFFIX, Config, Http, Server, Storage, format_size, kind_of
 from controller.daemon.faults import Faults
+from controller.daemon.grpc_server import server_options, stop_serving
 from controller.daemon.handoff import Handoff
 from controller.daemon.http import HttpServer
 from controller.daemon.metrics import RequestMetrics, StatusCollector, make_registry
@@ -100,6 +101,12 @@ class Daemon:
     async def build(cls, config: Config, stack: AsyncExitStack, stop: asyncio.Event) -> Daemon:
         """Take the socket and the memory, put the parts together, and listen."""
         daemon = cls(config, stop)
+        log.info(
+            "starting",
+            version=daemon._version,
+            host_capacity=format_size(config.host.capacity),
+            storage=kind_of(config.storage.backend) if config.storage else None,
+        )
         claim = SocketClaim(config.server.socket)
         stack.callback(claim.release)
         daemon._build_tiers(config, stack)
@@ -293,24 +300,3 @@ class Daemon:
         if self._tier is not None:
             for name, count in self._tier.counters().items():
                 yield f"backend_{name}", count
-
-
-async def stop_serving(server: grpc.aio.Server, attachments: Attachments, grace_s: float) -> bool:
-    """End the engines' streams, let what runs finish within the grace, cut the rest. An engine's stream
-    never holds up the stop. False when some engine's transfers have not ended."""
-    deadline_s = time.monotonic() + grace_s
-    drained = await attachments.end_all(grace_s)
-    await server.stop(max(0.0, deadline_s - time.monotonic()))
-    return drained
-
-
-def server_options(server: Server) -> list[tuple[str, int]]:
-    """gRPC's channel arguments. Clients may ping as often as they like: none is cut off for it."""
-    return [
-        ("grpc.max_receive_message_length", server.max_message_bytes),
-        ("grpc.max_send_message_length", server.max_message_bytes),
-        ("grpc.so_reuseport", 0),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
-        ("grpc.http2.max_ping_strikes", 0),
-    ]

@@ -14,11 +14,15 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.memory.cuda import HANDLE_BYTES, UUID_BYTES
+from controller.memory.device_regions import DeviceHandle
+from controller.memory.regions import RegionError
 from controller.requests import (
     Backup,
     BackupOutcome,
     Found,
     InvalidRequest,
+    LayerCells,
     Load,
     Lookup,
     Placement,
@@ -27,6 +31,7 @@ from controller.requests import (
     PrefetchState,
     Progress,
     Prompt,
+    ReadyEvent,
     Status,
 )
 from hicache.core.layout import ComponentSpec, Kind, Layout, LayoutError, Plane, Pool
@@ -75,7 +80,7 @@ class Registration:
     model: str
     revision: str
     layout: Layout
-    regions: tuple[RegionTicket, ...]
+    regions: tuple[RegionTicket | DeviceHandle, ...]
 
 
 @dataclass(frozen=True)
@@ -100,17 +105,11 @@ class DaemonStatus:
 def registration(message: pb.Registration) -> Registration:
     """Parse and check a registration, its layout against the sizes of its regions included."""
     regions = tuple(
-        RegionTicket(region.ticket, region.nbytes)
-        for region in _bounded(message.regions, MAX_REGIONS, "registration.regions")
+        _region(region, f"registration.regions[{i}]")
+        for i, region in enumerate(_bounded(message.regions, MAX_REGIONS, "registration.regions"))
     )
-    for i, region in enumerate(regions):
-        if len(region.ticket) != TICKET_BYTES:
-            raise InvalidRequest(
-                f"registration.regions[{i}].ticket: {len(region.ticket)} bytes; a ticket has {TICKET_BYTES}"
-            )
-        if region.nbytes < 1:
-            raise InvalidRequest(f"registration.regions[{i}].nbytes: 0; give the region's size")
-    if len({region.ticket for region in regions}) != len(regions):
+    tickets = [region.ticket for region in regions if isinstance(region, RegionTicket)]
+    if len(set(tickets)) != len(tickets):
         raise InvalidRequest("registration.regions: a ticket is named twice; each region has its own")
     layout = _layout(message.layout)
     try:
@@ -124,6 +123,20 @@ def registration(message: pb.Registration) -> Registration:
         layout=layout,
         regions=regions,
     )
+
+
+def _region(message: pb.Region, where: str) -> RegionTicket | DeviceHandle:
+    if message.nbytes < 1:
+        raise InvalidRequest(f"{where}.nbytes: 0; give the region's size")
+    if message.WhichOneof("memory") == "cuda":
+        cuda = message.cuda
+        try:
+            return DeviceHandle(cuda.handle, cuda.offset, message.nbytes, cuda.device_uuid)
+        except RegionError as error:
+            raise InvalidRequest(f"{where}.{error}") from error
+    if len(message.ticket) != TICKET_BYTES:
+        raise InvalidRequest(f"{where}.ticket: {len(message.ticket)} bytes; a ticket has {TICKET_BYTES}")
+    return RegionTicket(message.ticket, message.nbytes)
 
 
 def lookup(message: pb.LookupPrefixRequest, engine_id: str) -> Lookup:
@@ -144,11 +157,29 @@ def prefetch(message: pb.PrefetchRequest, engine_id: str) -> Prefetch:
 
 def load(message: pb.LoadRequest, engine_id: str) -> Load:
     lease_id = required(message.lease_id, "lease_id")
-    return Load(engine_id, lease_id, _placements(message.components))
+    cells = None
+    if message.HasField("cells"):
+        if message.cells.offset % 8:
+            raise InvalidRequest(f"cells.offset: {message.cells.offset}; give a multiple of 8")
+        cells = LayerCells(message.cells.region, message.cells.offset, message.cells.value)
+    return Load(engine_id, lease_id, _placements(message.components), _ready(message), cells)
 
 
 def backup(message: pb.BackupRequest, engine_id: str) -> Backup:
-    return Backup(_prompt(message.prompt, engine_id), _placements(message.components))
+    placements = _placements(message.components)
+    return Backup(_prompt(message.prompt, engine_id), placements, _ready(message))
+
+
+def _ready(message: pb.LoadRequest | pb.BackupRequest) -> ReadyEvent | None:
+    if not message.HasField("ready"):
+        return None
+    handle, device = message.ready.handle, message.ready.device_uuid
+    if len(handle) != HANDLE_BYTES or len(device) != UUID_BYTES:
+        raise InvalidRequest(
+            f"ready: a handle of {len(handle)} bytes on a device of {len(device)}; "
+            f"a CUDA IPC handle has {HANDLE_BYTES}, a device UUID {UUID_BYTES}"
+        )
+    return ReadyEvent(device, handle)
 
 
 def required(text: str, field: str) -> str:

@@ -19,10 +19,10 @@ from controller.counters import Counters
 from controller.daemon.attachments import Attachments
 from controller.daemon.config import Server
 from controller.daemon.faults import Faults
+from controller.daemon.grpc_server import server_options
 from controller.daemon.handoff import Handoff
 from controller.daemon.metrics import RequestMetrics, StatusCollector
 from controller.daemon.readiness import Readiness
-from controller.daemon.server import server_options
 from controller.daemon.service import AdminService, HybridCacheService
 from controller.daemon.verbs import Verbs
 from controller.daemon.wire import DaemonStatus

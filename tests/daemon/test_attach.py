@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import time
 
 import grpc
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from grpc import StatusCode
 
 from controller.daemon.attachments import Ending
-from controller.daemon.server import stop_serving
+from controller.daemon.grpc_server import stop_serving
 from controller.requests import InvalidRequest
 from hicache.core.layout import Layout
 from proto.v1 import hicache_pb2 as pb
@@ -145,6 +146,15 @@ async def test_a_silent_engine_ends_after_the_timeout(open_rig: Opener, n_calls:
         assert await engine.ended() is StatusCode.DEADLINE_EXCEEDED
         await until(lambda: regions_mapped() == 0, "its memory is given back")
         assert rig.controller.detached == ["engine"]
+
+
+async def test_a_daemon_that_stood_still_blames_no_engine(open_rig: Opener) -> None:
+    """After SIGSTOP and SIGCONT, or starved, it has not yet read the heartbeats that came meanwhile."""
+    async with open_rig(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.5) as rig, rig.engine() as engine:
+        time.sleep(1.5)  # noqa: ASYNC251 - the loop stands still
+        assert (await engine.ask(heartbeat=pb.Heartbeat())).HasField("heartbeat")
+        assert rig.controller.detached == []
+        assert await engine.ended() is StatusCode.DEADLINE_EXCEEDED  # real silence still ends it
 
 
 async def test_heartbeats_keep_an_engine_and_any_message_counts(open_rig: Opener) -> None:

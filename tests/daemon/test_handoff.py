@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 
@@ -124,6 +125,30 @@ async def test_silent_connections_are_bounded_and_end(short_path: str) -> None:
     for client in clients:
         client.close()
     one.close()
+
+
+async def test_without_descriptors_to_spare_it_pauses_and_goes_on(
+    handoff: Handoff, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accepting fails for want of descriptors: no spinning, and the client is served when there are some."""
+    tries = []
+
+    class Exhausted:
+        def accept(self) -> None:
+            tries.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        def fileno(self) -> int:
+            return listener.fileno()
+
+    listener = handoff._listener
+    assert listener is not None
+    monkeypatch.setattr(handoff, "_listener", Exhausted())
+    offering = asyncio.create_task(offered(handoff, b"t" * 16))
+    await until(lambda: tries, "accepting has failed")
+    monkeypatch.undo()
+    assert await offering == b"1"
+    assert len(tries) == 1
 
 
 async def test_another_uid_is_refused(short_path: str) -> None:
