@@ -34,6 +34,7 @@ def audit(index: Index, pools: Mapping[tuple[str, Tier], Countable], held: Held 
     found += _pins(index)
     found += _inbound(index)
     found += _queues(index)
+    found += _references(index)
     for (name, tier), pool in pools.items():
         found += _pool(index, index.shape.slotted(name, tier), pool, (held or {}).get((name, tier)))
     return found
@@ -94,7 +95,8 @@ def _counts(index: Index) -> Iterator[str]:
                 yield f"{_where(node)} {_lane(lane)}: in {below} children, {node.below[lane.row]} counted"
         for c, lanes in enumerate(index.shape.of_component):
             nowhere = (node.block[[lane.row for lane in lanes], : node.n] == NO_SLOT).all(axis=0)
-            if node.use[c, : node.n][nowhere].any():
+            rank = node.use if node.rank is None else node.rank
+            if node.use[c, : node.n][nowhere].any() or rank[c, : node.n][nowhere].any():
                 yield f"{_where(node)}: recency of a page without payload"
         yield from _dead(index, node)
     if resident != index._occupancy.resident:
@@ -147,6 +149,23 @@ def _inbound(index: Index) -> Iterator[str]:
     inbound = sum(int((node.block[:lanes, : node.n] < NO_SLOT).sum()) for node in index._occupancy.nodes())
     if waiting != inbound:
         yield f"{inbound} pages INBOUND, {waiting} in open reservations"
+
+
+def _references(index: Index) -> Iterator[str]:
+    ranges = dict(index.sessions.recount())
+    for node in index._occupancy.nodes():
+        for c in range(len(index.shape.components)):
+            expected = np.zeros(node.n, dtype=np.int64)
+            for low, high in ranges.pop((c, node), ()):
+                expected[low:high] += 1
+            if not np.array_equal(
+                expected, np.zeros(node.n) if node.refs is None else node.refs[c, : node.n]
+            ):
+                yield f"{_where(node)}: references differ from the open sessions"
+        if node.refs is not None and (node.refs[:, node.n :].any() or not node.refs.any()):
+            yield f"{_where(node)}: references beyond its end, or a column for none"
+    if ranges:
+        yield f"{len(ranges)} referenced ranges on nodes that are not in the tree"
 
 
 def _queues(index: Index) -> Iterator[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hicache.core.coverage import Component
+from hicache.core.policies import Policy
 from hicache.core.words import NO_SLOT, Tier
 
 UNBROKEN = 1 << 62
@@ -38,14 +39,21 @@ class Lane:
     """Place row one tier down; -1 for the last tier."""
     up_row: int
     """Place row one tier up; -1 for the first tier."""
+    policy: Policy
 
 
 class Shape:
     """Which columns the nodes of one index have. Place columns hold a slot (>= 0: READY), -1 (ABSENT),
     or -2 - slot (INBOUND); in STORAGE, which has no slots, READY is 0."""
 
-    def __init__(self, page_size: int, components: Sequence[Component], tiers: Sequence[Tier]) -> None:
-        _check(page_size, components, tiers)
+    def __init__(
+        self,
+        page_size: int,
+        components: Sequence[Component],
+        tiers: Sequence[Tier],
+        policies: Mapping[str, Policy],
+    ) -> None:
+        _check(page_size, components, tiers, policies)
         self.page_size = page_size
         self.page_bytes = 4 * page_size
         self.components = tuple(components)
@@ -53,6 +61,8 @@ class Shape:
         n_tiers = len(self.tiers)
         self.n_lanes = n_tiers * len(self.components)
         self.n_rows = self.n_lanes
+        self.policies = tuple(policies.get(component.name, Policy.LRU) for component in components)
+        self.ranked = any(policy.ranked for policy in self.policies)
         lanes = []
         for c, component in enumerate(self.components):
             rows = range(c * n_tiers, (c + 1) * n_tiers)
@@ -63,7 +73,8 @@ class Shape:
                 down = row + 1 if row + 1 in rows else -1
                 up = row - 1 if row - 1 in rows else -1
                 whole = component.coverage.whole_path
-                lanes.append(Lane(row, c, component.name, tier, whole, pin_row, others, down, up))
+                policy = self.policies[c]
+                lanes.append(Lane(row, c, component.name, tier, whole, pin_row, others, down, up, policy))
         self.lanes = tuple(lanes)
         self.of_tier: Mapping[Tier, tuple[Lane, ...]] = {
             tier: tuple(lane for lane in lanes if lane.tier is tier) for tier in self.tiers
@@ -108,6 +119,8 @@ class Node:
         "parent",
         "present",
         "queued",
+        "rank",
+        "refs",
         "start",
         "tokens",
         "use",
@@ -122,8 +135,14 @@ class Node:
         self.tokens = bytearray(tokens)
         self.hashes: bytearray | None = None
         """Page hashes of the first pages, as far as somebody asked for them."""
-        self.block, self.use = _blank(shape, n)
-        """int32 (rows, width): place and pin columns. int64 (components, width): recency, 0 = oldest."""
+        self.block = _blank_block(shape, n)
+        """int32 (rows, width): place and pin columns."""
+        self.use = np.zeros((len(shape.components), n), dtype=np.int64)
+        """(components, width): recency, 0 = oldest."""
+        self.rank = np.zeros((len(shape.components), n), dtype=np.int32) if shape.ranked else None
+        """(components, width): uses or priority, where a policy asks for them."""
+        self.refs: NDArray[np.int32] | None = None
+        """(components, width): sessions that count on the page; None until there is one."""
         self.present = [0] * lanes
         """Per lane: pages READY or INBOUND."""
         self.below = [0] * lanes
@@ -159,15 +178,20 @@ class Node:
         self.high = [min(high, n) for high in self.high]
         if 4 * n < self.block.shape[1] and self.block.shape[1] > 16:
             self._resize(shape, n, n + n // 4 + 1)
-        else:
-            self.use[:, n:old] = 0
+        elif self.refs is not None:
+            self.refs[:, n:old] = 0
 
     def divide(self, shape: Shape, n: int) -> Node:
         """Move the first n pages into a fresh parent node, which is returned; this node keeps the tail.
         Counts are shared out; links to parent and child, queues and `below` are the tree's business."""
         head = Node(shape, self.parent, self.start, self.tokens[: n * shape.page_bytes])
-        head.block[:, :n] = self.block[:, :n]
-        head.use[:, :n] = self.use[:, :n]
+        end = self.n
+        head.block, self.block = self.block[:, :n].copy(), self.block[:, n:end].copy()
+        head.use, self.use = self.use[:, :n].copy(), self.use[:, n:end].copy()
+        if self.rank is not None:
+            head.rank, self.rank = self.rank[:, :n].copy(), self.rank[:, n:end].copy()
+        if self.refs is not None:
+            head.refs, self.refs = self.refs[:, :n].copy(), self.refs[:, n:end].copy()
         head.high = [min(high, n) for high in self.high]
         head.present = (head.block[: shape.n_lanes] != NO_SLOT).sum(axis=1).tolist()
         if self.hashes is not None:
@@ -177,15 +201,12 @@ class Node:
         self.tokens = self.tokens[n * shape.page_bytes :]
         self.start += n
         self.n -= n
-        width = self.n
-        self.block = self.block[:, n : n + width].copy()
-        self.use = self.use[:, n : n + width].copy()
         return head
 
     def clear(self, shape: Shape) -> None:
         """Forget everything but the place in the tree: for a node that was taken out."""
         self.tokens, self.n, self.hashes, self.children = bytearray(), 0, None, None
-        self.block, self.use = _blank(shape, 0)
+        self._resize(shape, 0, 0)
         self.high = [0] * shape.n_lanes
         self.dead_from = UNBROKEN
 
@@ -204,23 +225,39 @@ class Node:
         return high
 
     def _resize(self, shape: Shape, keep: int, width: int) -> None:
-        block, use = self.block, self.use
-        self.block, self.use = _blank(shape, width)
-        self.block[:, :keep] = block[:, :keep]
-        self.use[:, :keep] = use[:, :keep]
+        block = _blank_block(shape, width)
+        block[:, :keep] = self.block[:, :keep]
+        self.block = block
+        use = np.zeros((len(shape.components), width), dtype=np.int64)
+        use[:, :keep] = self.use[:, :keep]
+        self.use = use
+        self.rank = _wider(self.rank, keep, width)
+        self.refs = _wider(self.refs, keep, width)
 
 
-def _blank(shape: Shape, width: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def _blank_block(shape: Shape, width: int) -> NDArray[np.int32]:
     block = np.zeros((shape.n_rows, width), dtype=np.int32)
     block[: shape.n_lanes] = NO_SLOT
-    return block, np.zeros((len(shape.components), width), dtype=np.int64)
+    return block
 
 
-def _check(page_size: int, components: Sequence[Component], tiers: Sequence[Tier]) -> None:
+def _wider(column: NDArray[np.int32] | None, keep: int, width: int) -> NDArray[np.int32] | None:
+    if column is None:
+        return None
+    wider = np.zeros((len(column), width), dtype=np.int32)
+    wider[:, :keep] = column[:, :keep]
+    return wider
+
+
+def _check(
+    page_size: int, components: Sequence[Component], tiers: Sequence[Tier], policies: Mapping[str, Policy]
+) -> None:
     if page_size < 1:
         raise ValueError(f"page_size: {page_size} tokens; it must be at least 1")
     names = [component.name for component in components]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"components: {names}; name at least one, each once")
+    if not set(policies) <= set(names):
+        raise ValueError(f"policies: {sorted(policies)} for components {names}")
     if not tiers or list(tiers) != sorted(set(tiers)):
         raise ValueError(f"tiers: {list(tiers)}; name at least one, nearest to the model first")

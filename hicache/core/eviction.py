@@ -14,8 +14,8 @@ import numpy as np
 from hicache.core.columns import Lane, Node
 from hicache.core.occupancy import Freed, Occupancy, Offsets
 from hicache.core.queues import LAST_KEY, Queues, loose_pages, tail_run
-from hicache.core.structure import Tree
-from hicache.core.words import SlotArray
+from hicache.core.structure import Segment, Tree
+from hicache.core.words import NO_SLOT, SlotArray
 
 _TAIL_PAGES = 4096
 
@@ -58,6 +58,32 @@ class Evictor:
                 if rest is None and not blocked and node.present[lane.row]:
                     queues.requeue(node, lane)
         return count
+
+    def thin(self, lane: Lane, segments: list[Segment], pages: int, freed: Freed) -> int:
+        """Give up to `pages` pages of one path (deepest segment first), in order, but neither the deepest
+        nor the last before a fork; returns how many went."""
+        found: list[tuple[int, Node, int]] = []
+        deepest = True
+        for node, low, high in segments:
+            offsets, _ = loose_pages(node, lane)
+            offsets = offsets[(offsets >= low) & (offsets < high)]
+            if node.children is not None and len(node.children) > 1:
+                offsets = offsets[offsets != node.n - 1]
+            ready = (node.block[lane.row, low:high] > NO_SLOT).nonzero()[0]
+            if deepest and len(ready):
+                offsets = offsets[offsets != low + int(ready[-1])]
+                deepest = False
+            keys = self._queues.keys(node, lane, offsets)
+            found += [
+                (key, node, offset) for key, offset in zip(keys.tolist(), offsets.tolist(), strict=True)
+            ]
+        found.sort(key=lambda entry: (entry[0], entry[1].start + entry[2]))
+        gone: dict[Node, list[int]] = {}
+        for _, node, offset in found[:pages]:
+            gone.setdefault(node, []).append(offset)
+        for node, chosen in gone.items():
+            self._give_up(node, lane, np.sort(np.array(chosen, dtype=np.intp)), freed)
+        return min(pages, len(found))
 
     def _choose(self, node: Node, lane: Lane, need: int, bound: int) -> tuple[Offsets, int | None, bool]:
         """Victims in this node that come before `bound`; the key of the next; whether some are stuck."""

@@ -74,6 +74,8 @@ class Pool:
     planes: tuple[Plane, ...]
     format: str = ""
     """Number format and meaning of the bytes as the engine names it (say `bf16 k,v`): part of identity."""
+    replicated: bool = False
+    """Whether every rank of a group holds the same bytes (MLA latents): kept once, by rank 0."""
 
     @property
     def page_bytes(self) -> int:
@@ -109,6 +111,7 @@ class Layout:
                 framed(
                     pool.name.encode(),
                     pool.format.encode(),
+                    b"replicated" if pool.replicated else b"",
                     *(struct.pack("<qQ", plane.layer, plane.nbytes) for plane in pool.planes),
                 )
                 for pool in self.pools_of(spec.name)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hicache.core.columns import UNBROKEN, Lane, Node, Shape
+from hicache.core.policies import Policy
 from hicache.core.queues import Queues
 from hicache.core.structure import Tree
 from hicache.core.words import NO_SLOT, BoolArray, SlotArray
@@ -36,6 +37,11 @@ class Occupancy:
         filled = len(places) if places.size and places.min() > NO_SLOT else int((places != NO_SLOT).sum())
         if not filled:
             return
+        if lane.policy is Policy.FIFO:
+            use = node.use[lane.component, offsets]
+            node.use[lane.component, offsets] = np.where(
+                (use == 0) & (places != NO_SLOT), self.tree.tick, use
+            )
         last = offsets.stop if isinstance(offsets, slice) else int(offsets[-1]) + 1
         node.high[row] = max(node.high[row], last)
         self.resident[row] += filled
@@ -57,8 +63,48 @@ class Occupancy:
         for other in lane.other_rows:
             gone = gone[node.block[other, gone] == NO_SLOT]
         node.use[lane.component, gone] = 0
+        if node.rank is not None:
+            node.rank[lane.component, gone] = 0
         if lane.whole and not node.present[row] and not node.below[row]:
             self._lower_below(node, lane)
+
+    def refresh(self, node: Node, component: int, start: int, stop: int) -> None:
+        """These pages, as far as they are anywhere, were used just now."""
+        policy = self.shape.policies[component]
+        if policy is Policy.FIFO:
+            return
+        there = self._there(node, component, start, stop)
+        if there is None:
+            node.use[component, start:stop] = self.tree.tick
+        else:
+            node.use[component, start:stop][there] = self.tree.tick
+        if policy.counts_uses and node.rank is not None:
+            node.rank[component, start:stop] += 1 if there is None else there
+
+    def arrive(self, node: Node, lane: Lane, offsets: Offsets) -> None:
+        """These pages were brought in for a prompt that needs them: used just now."""
+        if lane.policy is not Policy.FIFO:
+            node.use[lane.component, offsets] = self.tree.tick
+            if lane.policy.counts_uses and node.rank is not None:
+                node.rank[lane.component, offsets] += 1
+
+    def prefer(self, node: Node, component: int, start: int, stop: int, priority: int) -> None:
+        """These pages, as far as they are anywhere, have at least this priority."""
+        if node.rank is not None and priority:
+            there = self._there(node, component, start, stop)
+            rank = node.rank[component, start:stop]
+            np.maximum(rank, priority if there is None else there * priority, out=rank)
+
+    def _there(self, node: Node, component: int, start: int, stop: int) -> BoolArray | None:
+        """Which of these pages are READY or INBOUND in some tier; None for all."""
+        lanes = self.shape.of_component[component]
+        for lane in lanes:
+            if node.present[lane.row] == node.n:
+                return None
+        there: BoolArray = node.block[lanes[0].row, start:stop] != NO_SLOT
+        for lane in lanes[1:]:
+            there |= node.block[lane.row, start:stop] != NO_SLOT
+        return there
 
     def enqueue(self, node: Node, lane: Lane, offsets: slice | Offsets) -> None:
         """These pages just became READY: see to it that they come up for eviction in their turn."""

@@ -14,13 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hicache.core.columns import UNBROKEN, Lane, Node, Shape
-from hicache.core.words import NO_SLOT
+from hicache.core.words import NO_SLOT, Tier
 
 Keys: TypeAlias = NDArray[np.int64]
 
 DEAD = 1 << 61
 """Taken off the key of payload that serves no boundary: it goes before everything else."""
 LAST_KEY = 1 << 62
+RANK_BIT = 41
+REFS_BIT = 53
+MOST_REFS = 127
+"""A key is, from its lowest bit: 1 bit lost, 40 bits recency, 12 bits rank, 7 bits references."""
 
 
 class Queues:
@@ -32,9 +36,14 @@ class Queues:
         self._serial = 0
 
     def keys(self, node: Node, lane: Lane, offsets: slice | NDArray[np.intp]) -> Keys:
-        """Order of giving up: smallest first. Least recently used; among equals, what is READY one tier
-        down (demoted) before what would be lost."""
-        keys: Keys = node.use[lane.component, offsets] * 2
+        """Order of giving up, smallest first: dead weight; then by number of sessions that count on the
+        page (not in STORAGE); then by policy; among equals, what is READY one tier down (demoted) before
+        what would be lost."""
+        keys: Keys = node.use[lane.component, offsets] << 1
+        if node.rank is not None and lane.policy.ranked:
+            keys += lane.policy.order(node.rank[lane.component, offsets]) << RANK_BIT
+        if node.refs is not None and lane.tier is not Tier.STORAGE:
+            keys += np.minimum(node.refs[lane.component, offsets], MOST_REFS).astype(np.int64) << REFS_BIT
         if lane.down_row >= 0:
             keys += node.block[lane.down_row, offsets] < 0
         if node.dead_from < UNBROKEN:

@@ -16,8 +16,6 @@ from hicache.core.identity import HASH_BYTES, Namespace, page_hashes
 from hicache.core.queues import Queues
 from hicache.core.words import HashArray, TokenArray, token_array
 
-_CUTS_KEPT = 8
-
 
 class StaleCursor(LookupError):  # noqa: N818 - the name is what it is
     """The pages a cursor points at were given up since: match again."""
@@ -47,7 +45,7 @@ class Tree:
         self.queues = queues
         self.roots: dict[Namespace, Node] = {}
         self._names: dict[Node, Namespace] = {}
-        self.tick = 0
+        self.tick = 1
         self.n_pages = 0
 
     def root(self, namespace: Namespace) -> Node:
@@ -126,12 +124,9 @@ class Tree:
         node = cursor.node
         while node.start >= stop and node.parent is not None:
             node = node.parent
-        if node.end < stop or (node.cuts and self._was_cut(node, cursor.tick, stop)):
+        if min(node.end, kept_end(node, cursor.tick)) < stop:
             raise StaleCursor(f"pages up to {stop} were given up: match again")
         return segments_up(node, start, stop)
-
-    def _was_cut(self, node: Node, since: int, stop: int) -> bool:
-        return any(tick > since and end < stop for tick, end in node.cuts or ())
 
     def extend(self, namespace: Namespace, node: Node, at: int, packed: bytes, upto: int) -> Node:
         """Make the path `upto` pages deep; it matched `at` pages, ending in `node`. Returns the node that
@@ -214,10 +209,10 @@ class Tree:
 
     def _note_cut(self, node: Node, end: int) -> None:
         self.tick += 1
-        cuts = [cut for cut in node.cuts or () if cut[1] < end]
-        if len(cuts) >= _CUTS_KEPT:
-            cuts = [(cuts[-1][0], cuts[0][1])]
-        node.cuts = [*cuts, (self.tick, end)]
+        cuts = node.cuts = node.cuts or []
+        while cuts and cuts[-1][1] >= end:
+            cuts.pop()
+        cuts.append((self.tick, end))
 
     def hashes(self, namespace: Namespace, segments: list[Segment]) -> HashArray:
         """Hashes of the pages of a path's segments (deepest first); computed once and kept."""
@@ -244,6 +239,15 @@ class Tree:
             rest = np.frombuffer(bytes(node.tokens[have * self.shape.page_bytes :]), dtype=np.int32)
             node.hashes += page_hashes(previous, rest, self.shape.page_size).tobytes()
             previous = bytes(node.hashes[-HASH_BYTES:])
+
+
+def kept_end(node: Node, since: int) -> int:
+    """End of the pages of the node that were there at tick `since` and were not given up in between."""
+    if node.cuts:
+        for tick, end in node.cuts:
+            if tick > since:
+                return min(node.end, end)
+    return node.end
 
 
 def segments_up(node: Node, start: int, stop: int) -> list[Segment]:

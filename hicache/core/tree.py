@@ -7,20 +7,22 @@ differs between kinds of state follows from their coverage. See docs/index.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hicache.core.columns import UNBROKEN, Lane, Node, Shape
+from hicache.core.columns import UNBROKEN, Node, Shape
 from hicache.core.coverage import Component
 from hicache.core.eviction import Eviction, Evictor, everything
 from hicache.core.identity import Namespace
 from hicache.core.matching import Match, reaches
 from hicache.core.occupancy import Freed, Occupancy
+from hicache.core.offers import NO_SLOTS, Inserted, Offer
 from hicache.core.pins import PinBook, Receipt
+from hicache.core.policies import MOST_RANK, Policy
 from hicache.core.queues import Queues
 from hicache.core.reservations import Desk, Reservation, checked_placements
+from hicache.core.sessions import Sessions
 from hicache.core.structure import Cursor, Segment, Tree, packed_tokens, segments_up
 from hicache.core.words import (
     NO_SLOT,
@@ -34,26 +36,24 @@ from hicache.core.words import (
 )
 
 
-@dataclass(frozen=True)
-class Inserted:
-    """What an insert did."""
-
-    cursor: Cursor
-    n_pages: int
-    """Pages of the prompt that the tree now knows."""
-    tail_tokens: int
-    """Tokens after the last whole page: not cached, still the caller's."""
-    redundant: Mapping[str, SlotArray]
-    """Offered slots that are the caller's again: the page had payload in another slot."""
-    canonical: Mapping[str, SlotArray]
-    """Per offered page the slot to use from now on; -1 where there is none."""
-
-
 class ReadableIndex:
     """The reading half of the index."""
 
-    def __init__(self, page_size: int, components: Sequence[Component], tiers: Sequence[Tier]) -> None:
-        self.shape = Shape(page_size, components, tiers)
+    def __init__(
+        self,
+        page_size: int,
+        components: Sequence[Component],
+        tiers: Sequence[Tier],
+        *,
+        policies: Mapping[str, Policy] | None = None,
+        branch_interval_pages: int = 1,
+    ) -> None:
+        """`policies` names components whose eviction order is not LRU. Branching boundaries are reported
+        on multiples of `branch_interval_pages`, where the engine can take a checkpoint."""
+        self.shape = Shape(page_size, components, tiers, policies or {})
+        if branch_interval_pages < 1:
+            raise ValueError(f"branch_interval_pages: {branch_interval_pages}; it must be at least 1")
+        self._branch_interval_pages = branch_interval_pages
         self._queues = Queues(self.shape)
         self._tree = Tree(self.shape, self._queues)
         self._occupancy = Occupancy(self.shape, self._tree, self._queues)
@@ -78,6 +78,7 @@ class ReadableIndex:
             limit = min(limit, max(0, limit_pages))
         node, n_pages = self._tree.find(namespace, packed_tokens(tokens), limit, cursor)
         boundaries, branching = reaches(self.shape, segments_up(node, 0, n_pages), limit, device)
+        branching -= branching % self._branch_interval_pages
         return Match(self._tree.cursor(namespace, node, n_pages), n_pages, boundaries, branching)
 
     def touch(self, cursor: Cursor, boundary: int) -> None:
@@ -87,18 +88,10 @@ class ReadableIndex:
         self._touch(segments, boundary)
 
     def _touch(self, segments: list[Segment], boundary: int) -> None:
-        tick = self._tree.tick
-        for c, component in enumerate(self.shape.components):
-            if boundary:
+        if boundary:
+            for c, component in enumerate(self.shape.components):
                 for node, start, stop in _from_page(segments, component.coverage.start(boundary)):
-                    lanes = self.shape.of_component[c]
-                    if any(node.present[lane.row] == node.n for lane in lanes):
-                        node.use[c, start:stop] = tick
-                    else:
-                        there = node.block[lanes[0].row, start:stop] != NO_SLOT
-                        for lane in lanes[1:]:
-                            there |= node.block[lane.row, start:stop] != NO_SLOT
-                        node.use[c, start:stop][there] = tick
+                    self._occupancy.refresh(node, c, start, stop)
 
     def residency(
         self, cursor: Cursor, component: str, tier: Tier, start: int, stop: int
@@ -139,11 +132,22 @@ class ReadableIndex:
 class Index(ReadableIndex):
     """A columnar radix tree over the pages of prompts."""
 
-    def __init__(self, page_size: int, components: Sequence[Component], tiers: Sequence[Tier]) -> None:
-        super().__init__(page_size, components, tiers)
+    def __init__(
+        self,
+        page_size: int,
+        components: Sequence[Component],
+        tiers: Sequence[Tier],
+        *,
+        policies: Mapping[str, Policy] | None = None,
+        branch_interval_pages: int = 1,
+    ) -> None:
+        super().__init__(
+            page_size, components, tiers, policies=policies, branch_interval_pages=branch_interval_pages
+        )
         self._evictor = Evictor(self._tree, self._occupancy, self._queues)
         self._pins = PinBook(self.shape, self._queues)
         self._desk = Desk(self._occupancy)
+        self.sessions = Sessions(self._tree, self._queues)
 
     def insert(
         self,
@@ -154,114 +158,45 @@ class Index(ReadableIndex):
         tier: Tier,
         cursor: Cursor | None = None,
         first_page: int = 0,
+        priority: int = 0,
     ) -> Inserted:
         """Enter payload that is READY in `tier`.
 
         `slots[c]` covers the whole pages from `first_page` on, -1 where nothing is offered; fills
         tombstones. Slots that are taken over belong to the index until evicted. The prompt's coverage
-        becomes the most recent; payload outside it starts as the oldest. Raises ValueError, before any
-        change, for slots of the wrong length or below -1.
+        becomes the most recent; payload outside it starts as the oldest. Under the priority policy the
+        pages of the prompt have at least this priority (0 .. 4095). Raises ValueError, before any change,
+        for slots of the wrong length or below -1.
         """
+        if not 0 <= priority <= MOST_RANK:
+            raise ValueError(f"priority: {priority}; it must be 0 .. {MOST_RANK}")
         n_pages = len(tokens) // self.shape.page_size
-        offered = self._checked_slots(slots, tier, max(0, n_pages - first_page))
+        offer = Offer(self.shape, slots, tier, first_page, n_pages)
         packed = packed_tokens(tokens)
         node, matched = self._tree.find(namespace, packed, n_pages, cursor)
-        depth = max([matched, *(_depth(array, first_page) for _, array in offered)])
+        depth = max(matched, offer.depth())
         node = self._tree.extend(namespace, node, matched, packed, depth)
         segments = segments_up(node, 0, depth)
-        redundant, canonical = {}, {}
-        filled: list[tuple[Node, Lane, slice | NDArray[np.intp]]] = []
-        for lane, array in offered:
-            canonical[lane.name] = array.copy()
-            redundant[lane.name] = self._place(
-                lane,
-                _from_page(segments, first_page),
-                array,
-                canonical[lane.name],
-                first_page,
-                matched,
-                filled,
-            )
-        self._settle(segments, matched)
         self._tree.tick += 1
+        offer.place(self._occupancy, _from_page(segments, first_page), matched)
+        self._settle(segments, matched)
         self._touch(segments, depth)
-        for where, lane, offsets in filled:
-            self._occupancy.enqueue(where, lane, offsets)
+        if priority:
+            self._prefer(segments, priority)
+        offer.enqueue(self._occupancy)
         return Inserted(
             self._tree.cursor(namespace, node, depth),
             depth,
             len(tokens) - n_pages * self.shape.page_size,
-            redundant,
-            canonical,
+            offer.redundant,
+            offer.canonical,
         )
 
-    def _checked_slots(
-        self, slots: Mapping[str, SlotArray], tier: Tier, n_pages: int
-    ) -> list[tuple[Lane, SlotArray]]:
-        checked = []
-        for name, given in slots.items():
-            lane, array = self.shape.slotted(name, tier), np.asarray(given, dtype=np.int32)
-            if array.shape != (n_pages,):
-                raise ValueError(f"{name}: slots of shape {array.shape} for {n_pages} pages")
-            if n_pages and int(array.min()) < NO_SLOT:
-                raise ValueError(f"{name}: a slot is below -1")
-            checked.append((lane, array))
-        return checked
-
-    def _place(
-        self,
-        lane: Lane,
-        segments: list[Segment],
-        offered: SlotArray,
-        canonical: SlotArray,
-        first_page: int,
-        matched: int,
-        filled: list[tuple[Node, Lane, slice | NDArray[np.intp]]],
-    ) -> SlotArray:
-        """Enter one component's offer; fills in `canonical` and `filled`, returns what is redundant."""
-        redundant = [_NO_SLOTS]
-        for node, start, stop in segments:
-            base = node.start - first_page
-            offer = offered[base + start : base + stop]
-            known = min(max(matched - node.start, start), stop)
-            if known > start:
-                have = node.block[lane.row, start:known]
-                if not np.array_equal(have, offer[: known - start]):
-                    redundant.append(
-                        self._merge(
-                            lane, node, start, offer[: known - start], canonical[base + start :], filled
-                        )
-                    )
-            if known < stop:
-                self._occupancy.fill(node, lane, slice(known, stop), offer[known - start :])
-                filled.append((node, lane, slice(known, stop)))
-        return np.concatenate(redundant)
-
-    def _merge(
-        self,
-        lane: Lane,
-        node: Node,
-        start: int,
-        offer: SlotArray,
-        canonical: SlotArray,
-        filled: list[tuple[Node, Lane, slice | NDArray[np.intp]]],
-    ) -> SlotArray:
-        """Offer payload for pages that the tree knew. A page that is INBOUND is taken over: its
-        reservation finds its slot surplus when it is published."""
-        have = node.block[lane.row, start : start + len(offer)].copy()
-        ready, given = have > NO_SLOT, offer > NO_SLOT
-        taken = given & ~ready
-        canonical[: len(offer)][ready] = have[ready]
-        if taken.any():
-            offsets = taken.nonzero()[0]
-            inbound = have[offsets] < NO_SLOT
-            node.block[lane.row, offsets[inbound] + start] = offer[offsets[inbound]]
-            absent = offsets[~inbound]
-            if len(absent):
-                self._occupancy.fill(node, lane, absent + start, offer[absent])
-            filled.append((node, lane, offsets + start))
-        surplus: SlotArray = offer[ready & given & (offer != have)]
-        return surplus
+    def _prefer(self, segments: list[Segment], priority: int) -> None:
+        for c, policy in enumerate(self.shape.policies):
+            if policy is Policy.PRIORITY:
+                for node, start, stop in segments:
+                    self._occupancy.prefer(node, c, start, stop, priority)
 
     def _settle(self, segments: list[Segment], matched: int) -> None:
         """See to the dead reach after payload came: of new pages, and where it was broken before."""
@@ -293,6 +228,7 @@ class Index(ReadableIndex):
             if (self._places(cursor, name, tier, 0, matched)[known] != NO_SLOT).any():
                 raise ValueError(f"{name}: a page to reserve is not ABSENT in {lanes[name].tier.name}")
         node = self._tree.extend(namespace, node, matched, packed, depth)
+        self._tree.tick += 1
         reservation = Reservation(tier, node, depth, checked)
         self._desk.enter(reservation)
         self._settle(segments_up(node, 0, depth), matched)
@@ -303,13 +239,13 @@ class Index(ReadableIndex):
         page meanwhile; empty as a rule. Raises ValueError for a spent reservation."""
         self._desk.spend(reservation)
         self._tree.tick += 1
-        surplus: dict[str, list[SlotArray]] = {name: [_NO_SLOTS] for name in reservation.placements}
+        surplus: dict[str, list[SlotArray]] = {name: [NO_SLOTS] for name in reservation.placements}
         for lane, node, offsets, slots in self._desk.entries(reservation):
             mine, kept, lost = self._desk.still_mine(lane, node, offsets, slots)
             node.block[lane.row, mine] = kept
             surplus[lane.name].append(lost)
             first = self.shape.components[lane.component].coverage.start(reservation.depth)
-            node.use[lane.component, mine[mine + node.start >= first]] = self._tree.tick
+            self._occupancy.arrive(node, lane, mine[mine + node.start >= first])
             self._occupancy.enqueue(node, lane, mine)
         return {name: np.concatenate(parts) for name, parts in surplus.items()}
 
@@ -336,6 +272,7 @@ class Index(ReadableIndex):
         """These pages are READY in STORAGE."""
         lane = self.shape.lane(component, Tier.STORAGE)
         segments = self._chosen(cursor, pages)
+        self._tree.tick += 1
         for node, offsets in segments:
             absent = offsets[node.block[lane.row, offsets] == NO_SLOT]
             if len(absent):
@@ -404,14 +341,22 @@ class Index(ReadableIndex):
         count = self._evictor.evict(self.shape.lane(component, tier), pages, freed)
         return Eviction(freed.slots(), count, max(0, pages - count))
 
+    def thin(self, cursor: Cursor, component: str, tier: Tier, at_most_pages: int) -> Eviction:
+        """Leave at most so many pages of a component READY along the cursor's path, giving up the first in
+        eviction order; the frontier (the deepest), forks and pinned pages stay. For checkpoints."""
+        lane, freed = self.shape.lane(component, tier), Freed()
+        if lane.whole:
+            raise ValueError(f"{component}: every boundary needs every page before it")
+        segments = self._tree.segments(cursor, 0, cursor.boundary)
+        ready = sum(int((node.block[lane.row, low:high] > NO_SLOT).sum()) for node, low, high in segments)
+        count = self._evictor.thin(lane, segments, max(0, ready - at_most_pages), freed)
+        return Eviction(freed.slots(), count, max(0, ready - at_most_pages - count))
+
     def drop(self, tier: Tier) -> Eviction:
         """Give up everything in the tier that is neither pinned nor inbound nor carries something that is."""
         freed = Freed()
         everything(self._evictor, self.shape.of_tier[tier], freed)
         return Eviction(freed.slots(), sum(freed.pages.values()), 0)
-
-
-_NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 
 
 def _from_page(segments: list[Segment], first: int) -> list[Segment]:
@@ -422,11 +367,3 @@ def _from_page(segments: list[Segment], first: int) -> list[Segment]:
             break
         out.append((node, max(start, first - node.start), stop))
     return out
-
-
-def _depth(slots: SlotArray, first_page: int) -> int:
-    """The boundary after the last page that a slot is offered for; 0 when there is none."""
-    if len(slots) and slots[-1] > NO_SLOT:
-        return first_page + len(slots)
-    given = (slots > NO_SLOT).nonzero()[0]
-    return first_page + int(given[-1]) + 1 if len(given) else 0
