@@ -127,6 +127,18 @@ def test_the_checkpoint_it_began_from_may_go_once_the_request_has_its_own() -> N
     assert np.array_equal(engine.memory["mamba"][running.private], tag(running.prompt, "mamba", 1))
 
 
+def test_a_hit_makes_its_pages_the_last_to_go() -> None:
+    """SWA-07 and TREE-05: A is older than B, then A is hit; B goes first, in every component."""
+    engine = Engine(lower=False, full=4, swa=4, mamba=2)
+    engine.serve(tokens_of(1, 2))
+    engine.serve(tokens_of(8, 9))
+    engine.abort(begun(engine, 1, 2))
+    for name, n in (("swa", 1), ("mamba", 1), ("full", 2)):
+        assert engine.cache.evict(name, n) == n
+    running = begun(engine, 1, 2)
+    assert running.request.boundary == 2
+
+
 def test_an_allocation_is_whole_or_nothing() -> None:
     engine = Engine(lower=False, full=6)
     engine.serve(tokens_of(1, 2, 3))

@@ -235,6 +235,8 @@ def test_through_freezes_kills_and_restarts_every_byte_is_right(tmp_path: Path) 
             elif trouble < 0.1:
                 daemon.send(signal.SIGCONT if frozen else signal.SIGSTOP)
                 frozen = not frozen
+            elif trouble < 0.3 and not frozen:
+                wait_until(lambda: engine.client.ready, "the engine to be attached")
         daemon.send(signal.SIGCONT)
         wait_until(lambda: engine.client.ready, "the engine to be attached")
         engine.settle()
