@@ -31,6 +31,10 @@ class Gone(RequestError):  # noqa: N818
     """A lease or prefetch that does not exist, has ended, or belongs to another engine."""
 
 
+class Incomplete(RequestError):  # noqa: N818
+    """A group of which some rank is not attached: ask again when it is whole."""
+
+
 class Busy(RequestError):  # noqa: N818
     """No room for this now; a later try may succeed."""
 
@@ -45,6 +49,27 @@ class MappedRegion:
 
     address: int
     nbytes: int
+    on_device: bool = False
+    """A GPU's memory: only copy engines of that device may touch it."""
+
+
+@dataclass(frozen=True)
+class ReadyEvent:
+    """A CUDA event of the engine (IPC handle), on a device (UUID): the engine recorded it before it asked, and
+    its slots may be touched when it has happened."""
+
+    device: bytes
+    handle: bytes
+
+
+@dataclass(frozen=True)
+class LayerCells:
+    """Where to say which layers of a load have landed: cell i, a uint64 at `offset + 8 * i` of a region in
+    host memory, is set to `value` when every byte of layer i is in the engine's slots."""
+
+    region: int
+    offset: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +82,10 @@ class EngineSpec:
     revision: str
     layout: Layout
     regions: tuple[MappedRegion, ...]
+    group_id: str = ""
+    """Ranks of one tensor-parallel engine name the same group; empty for an engine of one rank."""
+    rank: int = 0
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -142,12 +171,15 @@ class Load:
     engine_id: str
     lease_id: str
     components: Mapping[str, Placement]
+    ready: ReadyEvent | None = None
+    cells: LayerCells | None = None
 
 
 @dataclass(frozen=True)
 class Backup:
     prompt: Prompt
     components: Mapping[str, Placement]
+    ready: ReadyEvent | None = None
 
 
 @dataclass(frozen=True)

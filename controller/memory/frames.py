@@ -76,36 +76,66 @@ class _Piece:
     nbytes: int
 
 
-class FrameLayout:
-    """The frame of one component of one layout."""
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Where pieces are, a column each."""
 
-    def __init__(self, layout: Layout, component: str) -> None:
+    regions: list[int]
+    offsets: NDArray[np.uint64]
+    strides: NDArray[np.uint64]
+    frame_offsets: NDArray[np.uint64]
+    nbytes: NDArray[np.uint64]
+    page_by_page: bool
+
+    @classmethod
+    def of(cls, pieces: Sequence[_Piece]) -> _Places:
+        return cls(
+            [piece.region for piece in pieces],
+            np.array([piece.offset for piece in pieces], dtype=np.uint64),
+            np.array([piece.stride for piece in pieces], dtype=np.uint64),
+            np.array([piece.frame_offset for piece in pieces], dtype=np.uint64),
+            np.array([piece.nbytes for piece in pieces], dtype=np.uint64),
+            page_by_page=2 * _n_even(pieces) >= len(pieces),
+        )
+
+
+class FrameLayout:
+    """The frame of one component of one layout, for one rank of a group: pools that are replicated stand
+    in rank 0's frame only. `shared_only` is another rank's view of rank 0's frame: its `table` names just
+    the replicated planes."""
+
+    def __init__(self, layout: Layout, component: str, *, rank: int = 0, shared_only: bool = False) -> None:
         """Raises KeyError for a component that the layout does not have."""
-        pools = layout.pools_of(component)
-        if not pools:
+        known = layout.pools_of(component)
+        if not known:
             raise KeyError(component)
+        pools = [pool for pool in known if rank == 0 or not pool.replicated]
         self.component = component
-        self.n_slots = pools[0].n_slots
+        self.n_slots = known[0].n_slots
         self.payload_bytes = sum(pool.page_bytes for pool in pools)
         self.frame_bytes = HEADER_BYTES + self.payload_bytes
         self.slot_bytes = slot_bytes_of(self.frame_bytes)
         self.identity = hashlib.sha256(
-            framed(b"hicache frame 1", layout.fingerprint(), component.encode())
+            framed(b"hicache frame 1", layout.fingerprint(), component.encode(), rank.to_bytes(8, "little"))
         ).digest()[:16]
-        pieces = _pieces([plane for pool in pools for plane in pool.planes])
-        self._page_by_page = 2 * _n_even(pieces) >= len(pieces)
-        self._regions = [piece.region for piece in pieces]
-        self._offsets = np.array([piece.offset for piece in pieces], dtype=np.uint64)
-        self._strides = np.array([piece.stride for piece in pieces], dtype=np.uint64)
-        self._frame_offsets = np.array([piece.frame_offset for piece in pieces], dtype=np.uint64)
-        self._nbytes = np.array([piece.nbytes for piece in pieces], dtype=np.uint64)
+        self._planes = [
+            (plane, pool.replicated or not shared_only) for pool in pools for plane in pool.planes
+        ]
+        self._places = _Places.of(_pieces(self._planes))
+        self._places_of_layer: dict[int, _Places] = {}
         self._checked = ctypes.c_ubyte * (self.frame_bytes - CHECKSUM_BYTES)
 
     def table(
-        self, regions: Sequence[MappedRegion], device_slots: SlotArray, host_addresses: NDArray[np.uint64]
+        self,
+        regions: Sequence[MappedRegion],
+        device_slots: SlotArray,
+        host_addresses: NDArray[np.uint64],
+        *,
+        layer: int | None = None,
     ) -> PlaneTable:
         """The pieces of the pages in these device slots and of their frames at these addresses (equal
-        lengths). Raises ValueError for a slot outside the component's slot space or named twice."""
+        lengths): all of them, or those of one layer, sidecars included. Raises ValueError for a slot
+        outside the component's slot space or named twice."""
         slots = np.asarray(device_slots, dtype=np.int64)
         if len(slots) != len(host_addresses):
             raise ValueError(f"{self.component}: {len(slots)} slots for {len(host_addresses)} frames")
@@ -113,11 +143,12 @@ class FrameLayout:
             raise ValueError(f"{self.component}: a slot is outside [0, {self.n_slots})")
         if len(np.unique(slots)) != len(slots):
             raise ValueError(f"{self.component}: a slot is named twice")
-        bases = np.array([regions[region].address for region in self._regions], dtype=np.uint64)
-        device = (bases + self._offsets) + self._strides * slots.astype(np.uint64)[:, None]
-        host = self._frame_offsets + np.asarray(host_addresses, dtype=np.uint64)[:, None]
-        nbytes = np.broadcast_to(self._nbytes, device.shape)
-        if not self._page_by_page:  # then neighbouring slots are at even distances, if anything is
+        places = self._places if layer is None else self._layer(layer)
+        bases = np.array([regions[region].address for region in places.regions], dtype=np.uint64)
+        device = (bases + places.offsets) + places.strides * slots.astype(np.uint64)[:, None]
+        host = places.frame_offsets + np.asarray(host_addresses, dtype=np.uint64)[:, None]
+        nbytes = np.broadcast_to(places.nbytes, device.shape)
+        if not places.page_by_page:  # then neighbouring slots are at even distances, if anything is
             device, host, nbytes = device.T, host.T, nbytes.T
         return PlaneTable(device.ravel(), host.ravel(), nbytes.ravel())
 
@@ -141,6 +172,13 @@ class FrameLayout:
             good[i] = same and found[:CHECKSUM_BYTES] == self._checksum(address)
         return good
 
+    def _layer(self, layer: int) -> _Places:
+        places = self._places_of_layer.get(layer)
+        if places is None:
+            chosen = [(plane, wanted and plane.layer == layer) for plane, wanted in self._planes]
+            places = self._places_of_layer[layer] = _Places.of(_pieces(chosen))
+        return places
+
     def _checksum(self, address: int) -> bytes:
         return xxhash.xxh3_128_digest(self._checked.from_address(address + CHECKSUM_BYTES))
 
@@ -159,15 +197,16 @@ class FrameLayout:
         return [packed[start : start + HEADER_BYTES] for start in range(0, len(packed), HEADER_BYTES)]
 
 
-def _pieces(planes: Sequence[Plane]) -> list[_Piece]:
-    """Planes merged where both sides are contiguous, in an order with long runs at even distances."""
+def _pieces(planes: Sequence[tuple[Plane, bool]]) -> list[_Piece]:
+    """Those planes of a frame that are chosen, merged where both sides are contiguous, in an order with
+    long runs at even distances."""
     pieces: list[_Piece] = []
     frame_offset = HEADER_BYTES
-    for plane in planes:
+    for plane, chosen in planes:
         piece = _Piece(plane.region, plane.offset, plane.stride, frame_offset, plane.nbytes)
-        if pieces and _continues(pieces[-1], piece):
+        if chosen and pieces and _continues(pieces[-1], piece):
             pieces[-1] = replace(pieces[-1], nbytes=pieces[-1].nbytes + piece.nbytes)
-        else:
+        elif chosen:
             pieces.append(piece)
         frame_offset += plane.nbytes
     alike: dict[tuple[int, int, int], list[_Piece]] = {}
@@ -181,6 +220,7 @@ def _continues(piece: _Piece, other: _Piece) -> bool:
         piece.region == other.region
         and piece.stride == other.stride
         and piece.offset + piece.nbytes == other.offset
+        and piece.frame_offset + piece.nbytes == other.frame_offset
     )
 
 

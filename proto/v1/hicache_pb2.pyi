@@ -105,12 +105,42 @@ class Registered(_message.Message):
     def __init__(self, boot_id: _Optional[str] = ..., daemon_pid: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class Region(_message.Message):
-    __slots__ = ("ticket", "nbytes")
+    __slots__ = ("ticket", "cuda", "nbytes")
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    CUDA_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
+    cuda: CudaMemory
     nbytes: int
-    def __init__(self, ticket: _Optional[bytes] = ..., nbytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[bytes] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class CudaMemory(_message.Message):
+    __slots__ = ("handle", "offset", "device_uuid")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    offset: int
+    device_uuid: bytes
+    def __init__(self, handle: _Optional[bytes] = ..., offset: _Optional[int] = ..., device_uuid: _Optional[bytes] = ...) -> None: ...
+
+class ReadyEvent(_message.Message):
+    __slots__ = ("handle", "device_uuid")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    device_uuid: bytes
+    def __init__(self, handle: _Optional[bytes] = ..., device_uuid: _Optional[bytes] = ...) -> None: ...
+
+class LayerCells(_message.Message):
+    __slots__ = ("region", "offset", "value")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    region: int
+    offset: int
+    value: int
+    def __init__(self, region: _Optional[int] = ..., offset: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("page_size", "components", "pools")
@@ -313,16 +343,20 @@ class PrefetchProgress(_message.Message):
     def __init__(self, state: _Optional[_Union[PrefetchProgress.State, str]] = ..., boundary: _Optional[int] = ..., storage_boundary: _Optional[int] = ..., arrived_pages: _Optional[int] = ..., wanted_pages: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("engine_id", "boot_id", "lease_id", "components")
+    __slots__ = ("engine_id", "boot_id", "lease_id", "components", "ready", "cells")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     boot_id: str
     lease_id: str
     components: _containers.RepeatedCompositeFieldContainer[ComponentSlots]
-    def __init__(self, engine_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., components: _Optional[_Iterable[_Union[ComponentSlots, _Mapping]]] = ...) -> None: ...
+    ready: ReadyEvent
+    cells: LayerCells
+    def __init__(self, engine_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., components: _Optional[_Iterable[_Union[ComponentSlots, _Mapping]]] = ..., ready: _Optional[_Union[ReadyEvent, _Mapping]] = ..., cells: _Optional[_Union[LayerCells, _Mapping]] = ...) -> None: ...
 
 class LoadReply(_message.Message):
     __slots__ = ("nbytes",)
@@ -331,12 +365,14 @@ class LoadReply(_message.Message):
     def __init__(self, nbytes: _Optional[int] = ...) -> None: ...
 
 class BackupRequest(_message.Message):
-    __slots__ = ("prompt", "components")
+    __slots__ = ("prompt", "components", "ready")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     components: _containers.RepeatedCompositeFieldContainer[ComponentSlots]
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., components: _Optional[_Iterable[_Union[ComponentSlots, _Mapping]]] = ...) -> None: ...
+    ready: ReadyEvent
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., components: _Optional[_Iterable[_Union[ComponentSlots, _Mapping]]] = ..., ready: _Optional[_Union[ReadyEvent, _Mapping]] = ...) -> None: ...
 
 class BackupReply(_message.Message):
     __slots__ = ("outcomes",)
