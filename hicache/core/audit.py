@@ -162,8 +162,8 @@ def _references(index: Index) -> Iterator[str]:
                 expected, np.zeros(node.n) if node.refs is None else node.refs[c, : node.n]
             ):
                 yield f"{_where(node)}: references differ from the open sessions"
-        if node.refs is not None and (node.refs[:, node.n :].any() or not node.refs.any()):
-            yield f"{_where(node)}: references beyond its end, or a column for none"
+        if node.refs is not None and node.refs[:, node.n :].any():
+            yield f"{_where(node)}: references beyond its end"
     if ranges:
         yield f"{len(ranges)} referenced ranges on nodes that are not in the tree"
 

@@ -23,7 +23,7 @@ from hicache.core.policies import MOST_RANK, Policy
 from hicache.core.queues import Queues
 from hicache.core.reservations import Desk, Reservation, checked_placements
 from hicache.core.sessions import Sessions
-from hicache.core.structure import Cursor, Segment, Tree, packed_tokens, segments_up
+from hicache.core.structure import Cursor, Segment, StaleCursor, Tree, packed_tokens, segments_up
 from hicache.core.words import (
     NO_SLOT,
     BoolArray,
@@ -34,6 +34,18 @@ from hicache.core.words import (
     Tier,
     TokenArray,
 )
+
+__all__ = [
+    "Cursor",
+    "Eviction",
+    "Index",
+    "Inserted",
+    "Match",
+    "ReadableIndex",
+    "Receipt",
+    "Reservation",
+    "StaleCursor",
+]
 
 
 class ReadableIndex:

@@ -9,18 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hicache.core.coverage import Component
+from hicache.core.policies import Policy
 from hicache.core.words import NO_SLOT, Tier
 
 Path = tuple[str, str]
 """Salt, and one letter per page."""
 
-Key = tuple[int, int, int]
+Key = tuple[int, int, int, int, int]
 
 
 class Oracle:
     """Resident pages per component and tier."""
 
-    def __init__(self, components: Sequence[Component], tiers: Sequence[Tier]) -> None:
+    def __init__(
+        self,
+        components: Sequence[Component],
+        tiers: Sequence[Tier],
+        policies: Mapping[str, Policy] | None = None,
+    ) -> None:
+        self.policy = {part.name: (policies or {}).get(part.name, Policy.LRU) for part in components}
         self.coverage = {component.name: component.coverage for component in components}
         self.tiers = list(tiers)
         self.ready: dict[tuple[str, Tier], dict[Path, int]] = {
@@ -29,6 +36,9 @@ class Oracle:
         self.inbound: dict[tuple[str, Tier], dict[Path, int]] = {lane: {} for lane in self.ready}
         self.pins: dict[tuple[str, Tier], dict[Path, int]] = {lane: {} for lane in self.ready}
         self.use: dict[str, dict[Path, int]] = {c: {} for c in self.coverage}
+        self.rank: dict[str, dict[Path, int]] = {c: {} for c in self.coverage}
+        self.sessions: dict[str, dict[str, set[Path]]] = {}
+        """Session id to component to the pages it counts on."""
         self.known_since: dict[Path, int] = {}
         self.tick = 0
 
@@ -50,9 +60,17 @@ class Oracle:
         self.tick += 1
         known = self.known()
         self.known_since = {path: self.known_since.get(path, self.tick) for path in known}
-        for component, use in self.use.items():
-            there = self.anywhere(component)
-            self.use[component] = {path: tick for path, tick in use.items() if path in there}
+        for table in (self.use, self.rank):
+            for component, column in table.items():
+                there = self.anywhere(component)
+                table[component] = {path: value for path, value in column.items() if path in there}
+        for regions in self.sessions.values():
+            for component, paths in regions.items():
+                regions[component] = paths & known
+        for component, policy in self.policy.items():
+            if policy is Policy.FIFO:
+                for path in self.anywhere(component):
+                    self.use[component].setdefault(path, self.tick)
 
     def matched(self, salt: str, pages: str) -> int:
         known = self.known()
@@ -109,7 +127,13 @@ class Oracle:
     # What happens.
 
     def insert(
-        self, salt: str, pages: str, offered: Mapping[str, Sequence[int]], tier: Tier, first: int
+        self,
+        salt: str,
+        pages: str,
+        offered: Mapping[str, Sequence[int]],
+        tier: Tier,
+        first: int,
+        priority: int,
     ) -> tuple[dict[str, list[int]], dict[str, list[int]], int]:
         """Redundant and canonical slots, and the depth known afterwards."""
         redundant: dict[str, list[int]] = {c: [] for c in offered}
@@ -128,6 +152,11 @@ class Oracle:
                         redundant[component].append(slot)
                 canonical[component].append(ready.get(path, NO_SLOT))
         self.touch(salt, pages, depth)
+        for component, policy in self.policy.items():
+            if policy is Policy.PRIORITY:
+                for path in prefixes((salt, pages[:depth])):
+                    if path in self.anywhere(component):
+                        self.rank[component][path] = max(priority, self.rank[component].get(path, 0))
         return redundant, canonical, depth
 
     def touch(self, salt: str, pages: str, boundary: int) -> None:
@@ -136,7 +165,14 @@ class Oracle:
             there = self.anywhere(component)
             for page in range(coverage.start(boundary), boundary) if boundary else ():
                 if (salt, pages[: page + 1]) in there:
-                    self.use[component][salt, pages[: page + 1]] = self.tick
+                    self.used(component, (salt, pages[: page + 1]))
+
+    def used(self, component: str, path: Path) -> None:
+        """One use of a page, now."""
+        if self.policy[component] is not Policy.FIFO:
+            self.use[component][path] = self.tick
+        if self.policy[component].counts_uses:
+            self.rank[component][path] = self.rank[component].get(path, 0) + 1
 
     def publish(
         self, salt: str, depth: int, entries: Mapping[str, Mapping[Path, int]], tier: Tier
@@ -150,7 +186,7 @@ class Oracle:
                     del self.inbound[component, tier][path]
                     self.ready[component, tier][path] = slot
                     if len(path[1]) > self.coverage[component].start(depth):
-                        self.use[component][path] = self.tick
+                        self.used(component, path)
                 else:
                     surplus[component].append(slot)
         return surplus
@@ -186,7 +222,17 @@ class Oracle:
         component, tier = lane
         at = self.tiers.index(tier)
         lost = int(at + 1 < len(self.tiers) and path not in self.ready[component, self.tiers[at + 1]])
-        return (0 if path in dead else 1, self.use[component].get(path, 0), lost)
+        refs = sum(path in regions.get(component, ()) for regions in self.sessions.values())
+        rank = self.rank[component].get(path, 0)
+        if self.policy[component] is Policy.SLRU:
+            rank = int(rank > 1)
+        return (
+            0 if path in dead else 1,
+            0 if tier is Tier.STORAGE else refs,
+            rank,
+            self.use[component].get(path, 0),
+            lost,
+        )
 
     def evict(
         self, lane: tuple[str, Tier], pages: int, went: Mapping[str, set[Path]]

@@ -9,6 +9,7 @@ import numpy as np
 from hicache.core.audit import audit
 from hicache.core.coverage import Component, Coverage
 from hicache.core.identity import Namespace
+from hicache.core.policies import Policy
 from hicache.core.pools import SlotPool
 from hicache.core.tree import Index, Inserted
 from hicache.core.words import NO_SLOT, SlotArray, Tier, TokenArray
@@ -24,10 +25,18 @@ class Rig:
         page_size: int = 1,
         tiers: tuple[Tier, ...] = (Tier.DEVICE,),
         n_slots: int = 4096,
+        policies: Mapping[str, Policy] | None = None,
+        branch_interval_pages: int = 1,
     ) -> None:
         self.page_size = page_size
         components = [Component(name, coverage) for name, coverage in coverages.items()]
-        self.index = Index(page_size, components, tiers)
+        self.index = Index(
+            page_size,
+            components,
+            tiers,
+            policies=policies,
+            branch_interval_pages=branch_interval_pages,
+        )
         self.pools = {
             (name, tier): SlotPool(n_slots)
             for name in coverages

@@ -15,8 +15,10 @@ from hicache.core.audit import audit
 from hicache.core.coverage import Checkpoint, Chunked, Component, SlidingWindow, WholePath
 from hicache.core.identity import Namespace
 from hicache.core.pins import Receipt
+from hicache.core.policies import Policy
 from hicache.core.pools import SlotPool
 from hicache.core.reservations import Reservation
+from hicache.core.sessions import SessionTurn
 from hicache.core.structure import Cursor, StaleCursor
 from hicache.core.tree import Index
 from hicache.core.words import NO_SLOT, Residency, SlotArray, Tier, TokenArray
@@ -70,13 +72,18 @@ class IndexMachine(RuleBasedStateMachine):
         which=st.lists(st.sampled_from(COMPONENTS), min_size=1, max_size=4, unique=True),
         page_size=st.sampled_from([1, 4, 16]),
         tiers=st.sampled_from(TIER_SETS),
+        policies=st.lists(st.just(Policy.LRU) | st.sampled_from(Policy), min_size=4, max_size=4),
     )
-    def begin(self, which: list[Component], page_size: int, tiers: tuple[Tier, ...]) -> None:
+    def begin(
+        self, which: list[Component], page_size: int, tiers: tuple[Tier, ...], policies: list[Policy]
+    ) -> None:
         self.page_size, self.tiers = page_size, tiers
         self.slotted = [tier for tier in tiers if tier is not Tier.STORAGE]
         self.names = [component.name for component in which]
-        self.index = Index(page_size, which, tiers)
-        self.oracle = Oracle(which, tiers)
+        chosen = dict(zip(self.names, policies, strict=False))
+        self.index = Index(page_size, which, tiers, policies=chosen)
+        self.oracle = Oracle(which, tiers, chosen)
+        self.turns: list[tuple[SessionTurn, bool]] = []
         self.pools = {(name, tier): SlotPool(400) for name in self.names for tier in self.slotted}
         self.pinned: list[Pinned] = []
         self.reserved: list[Reserved] = []
@@ -143,9 +150,10 @@ class IndexMachine(RuleBasedStateMachine):
             tier=tier,
             cursor=self.some_cursor(pick),
             first_page=first,
+            priority=pick % 4,
         )
         redundant, canonical, depth = self.oracle.insert(
-            salt, pages, {name: slots.tolist() for name, slots in offered.items()}, tier, first
+            salt, pages, {name: slots.tolist() for name, slots in offered.items()}, tier, first, pick % 4
         )
         assert {name: sorted(slots) for name, slots in done.redundant.items()} == {
             name: sorted(slots) for name, slots in redundant.items()
@@ -350,6 +358,39 @@ class IndexMachine(RuleBasedStateMachine):
         else:
             self.compare_pages(kept.cursor, kept.salt, kept.pages[:stop])
 
+    @rule(session=st.sampled_from("uvw"), reopen=st.booleans())
+    def begin_turn(self, session: str, reopen: bool) -> None:
+        if reopen:
+            self.index.sessions.open(session)
+        turn = self.index.sessions.begin(session)
+        if turn.generation:
+            self.oracle.sessions.setdefault(session, {})
+        assert len(self.index.sessions) == len(self.oracle.sessions)
+        self.turns.append((turn, session in self.oracle.sessions))
+
+    @precondition(lambda self: self.turns)
+    @rule(pick=st.integers(0, 1000), salt=st.sampled_from(SALTS), pages=prompts, short=st.integers(0, 3))
+    def finish_turn(self, pick: int, salt: str, pages: str, short: int) -> None:
+        turn, counts = self.turns.pop(pick % len(self.turns))
+        cursor = self.place(salt, pages)
+        boundary = max(0, cursor.boundary - short)
+        assert self.index.sessions.finish(turn, cursor, boundary) == counts
+        if counts:
+            self.oracle.sessions[turn.session_id] = {
+                name: {
+                    path
+                    for path in prefixes((salt, pages[:boundary]))
+                    if len(path[1]) > coverage.start(boundary)
+                }
+                for name, coverage in self.oracle.coverage.items()
+            }
+
+    @rule(session=st.sampled_from("uvw"))
+    def close(self, session: str) -> None:
+        assert self.index.sessions.close(session) == (session in self.oracle.sessions)
+        self.oracle.sessions.pop(session, None)
+        self.turns = [(turn, counts and turn.session_id != session) for turn, counts in self.turns]
+
     # Comparison.
 
     def compare(
@@ -416,6 +457,9 @@ class IndexMachine(RuleBasedStateMachine):
             self.free(self.index.withdraw(reserved.reservation), reserved.tier)
         for pinned in self.pinned:
             self.index.unpin(pinned.receipt)
+        for session in list(self.oracle.sessions):
+            self.index.sessions.close(session)
+        assert all(not node.refs.any() for node in self.index._occupancy.nodes() if node.refs is not None)
         for tier in self.tiers:
             self.free(self.index.drop(tier).freed, tier)
         assert all(pool.n_free == pool.n_slots for pool in self.pools.values())
