@@ -1,0 +1,341 @@
+"""RedisBackend: frames as string values of a Redis or Valkey, one key each.
+
+Owns the rounds of a batch: by server, in parallel where there are several; what was sent to the wrong place
+or lost with its connection is tried again, within one deadline. Decides which outcome a reply is. Keeps no
+copy of a frame, knows no second key, and never clears what it did not write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from storage_backends.base import Item, Outcome, StorageBackend, StorageError, Usage
+from storage_backends.redis.address import Address
+from storage_backends.redis.connection import Connection, Reply, encode
+from storage_backends.redis.connector import Connector
+from storage_backends.redis.deadline import Deadline
+from storage_backends.redis.embedded import EmbeddedServer
+from storage_backends.redis.errors import ErrorReply, Late, Lost, RedisTrouble
+from storage_backends.redis.exchanges import Exchange, Replies, counting, reading, writing
+from storage_backends.redis.pool import Node
+from storage_backends.redis.routes import ClusterSlots, Groups, OneServer, Routes, SentinelPrimary, moved_to
+from storage_backends.specs import RedisSpec
+
+_MOST_ROUNDS = 4
+_MOST_VALUE_BYTES = 512 << 20
+"""proto-max-bulk-len: a server ends the connection on which a longer value comes."""
+_ELSEWHERE = frozenset({"MOVED", "ASK", "READONLY", "TRYAGAIN", "MASTERDOWN"})
+"""Errors that another round, with fresh knowledge of the servers, may cure."""
+_PARALLEL_SERVERS = 32
+_UNASKED = Late("there was no time left to ask")
+_OUT_OF_RANGE = ValueError("the range is not in the buffer")
+
+
+class RedisBackend(StorageBackend):
+    """One Redis or Valkey storage. Needs no library: only the protocol."""
+
+    def __init__(self, spec: RedisSpec) -> None:
+        """Raises StorageError with the remedy when the server cannot be used."""
+        self._spec = spec
+        self._buffer = memoryview(b"")
+        self._server = EmbeddedServer(spec.capacity_bytes) if spec.embedded else None
+        self._routes = _routes(spec, self._server)
+        self._groups = ThreadPoolExecutor(_PARALLEL_SERVERS, "redis-servers")
+        """Only for batches that go to several servers."""
+        self._refused_bytes = 0
+        """Size of what the last write found no room for; 0 when it found room."""
+        try:
+            self.ping()
+        except StorageError:
+            self.close()
+            raise
+
+    def register(self, buffer: memoryview) -> None:
+        self._buffer = buffer.cast("B")
+
+    def contains(self, keys: Sequence[str]) -> list[Outcome]:
+        return _outcomes(self._carried_out(keys, range(len(keys)), counting("EXISTS", keys)), _counted)
+
+    def delete(self, keys: Sequence[str]) -> list[Outcome]:
+        return _outcomes(self._carried_out(keys, range(len(keys)), counting("UNLINK", keys)), _counted)
+
+    def read(self, items: Sequence[Item]) -> list[Outcome]:
+        exchange = reading(items, self._buffer, self._spec.batch_bytes)
+        replies = self._carried_out(*self._placed(items), exchange, bulk=True)
+        return [_fetched(reply, item.nbytes) for item, reply in zip(items, _told(replies), strict=True)]
+
+    def write(self, items: Sequence[Item]) -> list[Outcome]:
+        exchange = writing(items, self._buffer, self._spec.batch_bytes, round(self._spec.ttl_s * 1000))
+        outcomes = _outcomes(self._carried_out(*self._placed(items), exchange, bulk=True), _stored)
+        sizes = [
+            item.nbytes for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.FULL
+        ]
+        if sizes or Outcome.OK in outcomes:
+            self._refused_bytes = max(sizes, default=0)
+        return outcomes
+
+    def usage(self) -> Usage:
+        """As the servers count: bytes include what they need beside the values."""
+        found = [_memory(*replies) for replies in self._asked_everywhere(("DBSIZE",), ("INFO", "memory"))]
+        return Usage(
+            sum(memory.n_objects for memory in found),
+            sum(memory.used_bytes for memory in found),
+            sum(memory.capacity_bytes for memory in found) if all(m.capacity_bytes for m in found) else 0,
+        )
+
+    def ping(self) -> None:
+        self._asked_everywhere(("PING",))
+        if self._refused_bytes:
+            self._check_room()
+
+    def close(self) -> None:
+        self._groups.shutdown()
+        self._routes.close()
+        if self._server is not None:
+            self._server.close()
+        self._buffer = memoryview(b"")
+
+    # rounds of a batch
+
+    def _placed(self, items: Sequence[Item]) -> tuple[list[str], list[int]]:
+        """Keys, and the places of those items that lie in the buffer and that a server would take."""
+        buffer_bytes = len(self._buffer)
+        return [item.key for item in items], [
+            place
+            for place, item in enumerate(items)
+            if item.lies_in(buffer_bytes) and item.nbytes <= _MOST_VALUE_BYTES
+        ]
+
+    def _carried_out(
+        self, keys: Sequence[str], places: Sequence[int], exchange: Exchange, *, bulk: bool = False
+    ) -> Replies:
+        """A reply, or why there is none, for each of the places."""
+        deadline = Deadline.after(self._spec.op_timeout_s)
+        replies: Replies = [_OUT_OF_RANGE] * len(keys)
+        for place in places:
+            replies[place] = _UNASKED
+        left = list(places)
+        for _ in range(_MOST_ROUNDS):
+            if not left:
+                break
+            try:
+                groups = self._routes.group(keys, left, deadline)
+            except RedisTrouble as trouble:
+                for place in left:
+                    replies[place] = trouble
+                break
+            self._ask_groups(groups, exchange, replies, deadline, bulk)
+            if any(isinstance(replies[place], Late) for place in left):
+                self._routes.mark_stale()
+            left = [place for place in left if _may_go_elsewhere(replies[place])]
+            if left:
+                self._routes.mark_stale()
+        return replies
+
+    def _ask_groups(
+        self, groups: Groups, exchange: Exchange, replies: Replies, deadline: Deadline, bulk: bool
+    ) -> None:
+        """Until every server has answered or its time is up: afterwards no byte moves any more."""
+        if len(groups) == 1:
+            for node, places in groups.items():
+                self._ask_node(node, places, exchange, replies, deadline, bulk)
+            return
+        asking = [
+            self._groups.submit(self._ask_node, node, places, exchange, replies, deadline, bulk)
+            for node, places in groups.items()
+        ]
+        for one in asking:
+            one.result()
+
+    def _ask_node(
+        self,
+        node: Node,
+        places: Sequence[int],
+        exchange: Exchange,
+        replies: Replies,
+        deadline: Deadline,
+        bulk: bool,
+    ) -> None:
+        for place in places:
+            replies[place] = _UNASKED
+        try:
+            with (node.bulk if bulk else node.small).lend(deadline) as connection:
+                exchange(connection, places, replies, deadline)
+        except RedisTrouble as trouble:
+            for place in places:
+                if replies[place] is _UNASKED:
+                    replies[place] = trouble
+        for place in places:
+            reply = replies[place]
+            if isinstance(reply, ErrorReply) and reply.code == "ASK":
+                self._ask_importer(reply, node, place, exchange, replies, deadline)
+
+    def _ask_importer(
+        self,
+        redirection: ErrorReply,
+        node: Node,
+        place: int,
+        exchange: Exchange,
+        replies: Replies,
+        deadline: Deadline,
+    ) -> None:
+        """A key of a slot that is on the move may be at its next owner already."""
+        address = moved_to(redirection, node)
+        if address is None:
+            return
+        importer = self._routes.node(address)
+        # where this fails, ASK stands as the reply, for another round
+        with contextlib.suppress(RedisTrouble), importer.bulk.lend(deadline) as connection:
+            connection.ask(deadline, "ASKING")
+            exchange(connection, [place], replies, deadline)
+
+    # the servers themselves
+
+    def _asked_everywhere(self, *commands: tuple[str, ...]) -> list[list[Reply]]:
+        """The replies of every primary. Raises StorageError when one does not answer, or with an error."""
+        deadline = Deadline.after(self._spec.op_timeout_s)
+
+        def ask(node: Node) -> list[Reply]:
+            with node.small.lend(deadline) as connection:
+                return _all_replies(connection, commands, deadline)
+
+        def asked(node: Node) -> list[Reply]:
+            try:
+                return ask(node)
+            except Lost:
+                return ask(node)
+
+        try:
+            try:
+                nodes = self._routes.primaries(deadline)
+                found = list(self._groups.map(asked, nodes)) if len(nodes) > 1 else [asked(nodes[0])]
+            except (Lost, Late):
+                self._routes.mark_stale()
+                raise
+        except RedisTrouble as trouble:
+            raise StorageError(f"Redis at {trouble}") from trouble
+        for replies in found:
+            for reply in replies:
+                if isinstance(reply, ErrorReply):
+                    raise StorageError(f"Redis: {reply.explained()}")
+        return found
+
+    def _check_room(self) -> None:
+        """Raises StorageError while a server has no room: it refuses writes, reads go on."""
+        for replies in self._asked_everywhere(("DBSIZE",), ("INFO", "memory")):
+            memory = _memory(*replies)
+            if memory.room_bytes < 2 * self._refused_bytes:  # as sent, and as stored
+                raise StorageError(
+                    f"Redis is full: {memory.total_bytes} of {memory.capacity_bytes} bytes (maxmemory) are "
+                    f"used and policy {memory.policy} evicts nothing. Reads go on, writes are refused. Raise "
+                    "maxmemory, set maxmemory-policy allkeys-lru, or set `ttl_s` with a volatile policy"
+                )
+        self._refused_bytes = 0
+
+
+# ---- what replies mean --------------------------------------------------------------------------------
+
+
+def _outcomes(replies: Replies, outcome_of: Callable[[Reply | Exception], Outcome]) -> list[Outcome]:
+    return [outcome_of(reply) for reply in _told(replies)]
+
+
+def _told(replies: Replies) -> Replies:
+    """The same. Raises StorageError when not one of them tells anything but the same trouble."""
+    asked = [reply for reply in replies if reply is not _OUT_OF_RANGE]
+    if asked and all(_is_trouble(reply) for reply in asked):
+        raise StorageError(f"Redis: {_explained(asked[0])}")
+    return replies
+
+
+def _is_trouble(reply: Reply | Exception) -> bool:
+    if isinstance(reply, ErrorReply):
+        return reply.code not in ("OOM", "WRONGTYPE")
+    return isinstance(reply, Exception)
+
+
+def _explained(reply: Reply | Exception) -> str:
+    return reply.explained() if isinstance(reply, ErrorReply) else str(reply)
+
+
+def _may_go_elsewhere(reply: Reply | Exception) -> bool:
+    if isinstance(reply, ErrorReply):
+        return reply.code in _ELSEWHERE
+    return isinstance(reply, Lost)
+
+
+def _counted(reply: Reply | Exception) -> Outcome:
+    if isinstance(reply, int):
+        return Outcome.OK if reply else Outcome.ABSENT
+    return Outcome.FAILED
+
+
+def _stored(reply: Reply | Exception) -> Outcome:
+    if reply == b"OK":
+        return Outcome.OK
+    return Outcome.FULL if isinstance(reply, ErrorReply) and reply.code == "OOM" else Outcome.FAILED
+
+
+def _fetched(reply: Reply | Exception, nbytes: int) -> Outcome:
+    if isinstance(reply, int):
+        return Outcome.OK if reply == nbytes else Outcome.WRONG_SIZE
+    if reply is None:
+        return Outcome.ABSENT
+    if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
+        return Outcome.WRONG_SIZE  # somebody's list or hash under our key
+    return Outcome.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    n_objects: int
+    used_bytes: int
+    """For keys and values."""
+    total_bytes: int
+    """What maxmemory bounds."""
+    capacity_bytes: int
+    """maxmemory; 0 when there is none."""
+    policy: str
+
+    @property
+    def room_bytes(self) -> float:
+        return self.capacity_bytes - self.total_bytes if self.capacity_bytes else float("inf")
+
+
+def _memory(n_objects: Reply, told: Reply) -> _Memory:
+    text = told.decode("utf-8", "replace") if isinstance(told, bytes) else ""
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    try:
+        return _Memory(
+            n_objects=n_objects if isinstance(n_objects, int) else 0,
+            used_bytes=int(fields["used_memory_dataset"]),
+            total_bytes=int(fields["used_memory"]),
+            capacity_bytes=int(fields["maxmemory"]),
+            policy=fields["maxmemory_policy"],
+        )
+    except (KeyError, ValueError) as error:
+        raise StorageError(f"Redis tells its memory in words we do not know: {error}") from error
+
+
+def _all_replies(
+    connection: Connection, commands: Sequence[tuple[str, ...]], deadline: Deadline
+) -> list[Reply]:
+    connection.send([b"".join(encode(*command) for command in commands)], len(commands), deadline)
+    return [connection.reply(deadline) for _ in commands]
+
+
+def _routes(spec: RedisSpec, server: EmbeddedServer | None) -> Routes:
+    connector = Connector(spec)
+    addresses = [Address.parse(text) for text in spec.addresses]
+    if server is not None:
+        return OneServer(connector, spec.connections, server.address)
+    match spec.mode:
+        case "single":
+            return OneServer(connector, spec.connections, addresses[0])
+        case "sentinel":
+            return SentinelPrimary(connector, spec.connections, addresses, spec.sentinel_service)
+        case "cluster":
+            return ClusterSlots(connector, spec.connections, addresses)
