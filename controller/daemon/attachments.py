@@ -9,21 +9,41 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import structlog
 
 from controller.daemon.faults import Faults
 from controller.daemon.handoff import Handoff
 from controller.daemon.port import Controller, NotReady
-from controller.daemon.wire import Registration
-from controller.memory.regions import Region, RegionError, map_region
-from controller.requests import Busy, EngineSpec, InvalidRequest
+from controller.daemon.wire import Registration, RegionTicket
+from controller.memory.cuda import CudaError
+from controller.memory.device_regions import DeviceHandle
+from controller.memory.regions import RegionError, map_region
+from controller.requests import Busy, EngineSpec, InvalidRequest, MappedRegion
 
 T = TypeVar("T")
 log = structlog.get_logger("hicache.engines")
+
+
+class MappedMemory(Protocol):
+    """A region of either kind, owned."""
+
+    @property
+    def mapped(self) -> MappedRegion: ...
+    def close(self) -> None: ...
+
+
+class Gpus(Protocol):
+    """What maps engines' GPU memory. Blocks: called on threads only."""
+
+    def open(self, handle: DeviceHandle) -> MappedMemory:
+        """Raises RegionError."""
+
+    def forget(self, engine_id: str) -> None:
+        """Give back what the engine's requests have left here; its memory is closed by itself."""
 
 
 class Ending(Enum):
@@ -47,7 +67,7 @@ class Attachment:
         self.ended_s = 0.0
         self.ended = asyncio.Event()
         self.closed = asyncio.Event()
-        self.regions: list[Region] = []
+        self.regions: list[MappedMemory] = []
         self.in_controller = False
         self.jobs: set[asyncio.Task[object]] = set()
         """Loads and backups under way; they outlive the calls that began them."""
@@ -64,8 +84,10 @@ class Attachments:
         *,
         heartbeat_timeout_s: float,
         drain_timeout_s: float,
+        gpus: Gpus | None = None,
     ) -> None:
         self._controller = controller
+        self._gpus = gpus
         self._faults = faults
         self._handoff = handoff
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -80,23 +102,28 @@ class Attachments:
         """Map the engine's memory and make it known to the controller. An earlier attachment of the
         same id is ended first, and its jobs are drained. Whatever fails leaves nothing behind."""
         fds = self._claim(wanted)
+        on_gpus: dict[int, MappedMemory] = {}
         try:
+            await self._map_on_gpus(wanted.regions, on_gpus)
             await self._succeed(wanted.engine_id)
             if self._stopping:
                 raise NotReady("the daemon is stopping; attach again when it is back")
-            return self._begin(wanted, fds)
+            return self._begin(wanted, fds, on_gpus)
         finally:
-            for fd in fds:
+            for fd in fds.values():
                 os.close(fd)
+            await self._unmap(list(on_gpus.values()))
 
-    def _begin(self, wanted: Registration, fds: Sequence[int]) -> Attachment:
+    def _begin(
+        self, wanted: Registration, fds: Mapping[int, int], on_gpus: dict[int, MappedMemory]
+    ) -> Attachment:
         """Decide and register in one step of the loop: nobody comes in between."""
         attachment = Attachment(wanted.engine_id, self._now_s())
         self._open[wanted.engine_id] = attachment
         try:
-            for i, (fd, region) in enumerate(zip(fds, wanted.regions, strict=True)):
+            for i, region in enumerate(wanted.regions):
                 try:
-                    attachment.regions.append(map_region(fd, region.nbytes))
+                    attachment.regions.append(on_gpus.pop(i, None) or map_region(fds[i], region.nbytes))
                 except RegionError as error:
                     raise InvalidRequest(f"registration.regions[{i}]: {error}") from error
             mapped = tuple(region.mapped for region in attachment.regions)
@@ -159,19 +186,65 @@ class Attachments:
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def _claim(self, wanted: Registration) -> list[int]:
-        fds: list[int] = []
+    def _claim(self, wanted: Registration) -> dict[int, int]:
+        """The descriptors, by the numbers of their regions."""
+        fds: dict[int, int] = {}
         for i, region in enumerate(wanted.regions):
+            if not isinstance(region, RegionTicket):
+                continue
             fd = self._handoff.claim(region.ticket)
             if fd is None:
-                for claimed in fds:
+                for claimed in fds.values():
                     os.close(claimed)
                 raise InvalidRequest(
                     f"registration.regions[{i}].ticket: no descriptor waits under it; "
                     "send it on the fd socket right before attaching"
                 )
-            fds.append(fd)
+            fds[i] = fd
         return fds
+
+    async def _map_on_gpus(
+        self, regions: Sequence[RegionTicket | DeviceHandle], mapped: dict[int, MappedMemory]
+    ) -> None:
+        """Map what lies on GPUs, by the numbers of the regions. What is in `mapped` when this raises is the
+        caller's to unmap."""
+        for i, region in enumerate(regions):
+            if isinstance(region, RegionTicket):
+                continue
+            if self._gpus is None:
+                raise InvalidRequest(
+                    f"registration.regions[{i}].cuda: this daemon uses no GPU; start it with access to the "
+                    "engine's, or with transfers.engine other than cpu"
+                )
+            opening = asyncio.ensure_future(asyncio.to_thread(self._gpus.open, region))
+            try:
+                async with asyncio.timeout(self._drain_timeout_s):
+                    mapped[i] = await asyncio.shield(opening)
+            except RegionError as error:
+                raise InvalidRequest(f"registration.regions[{i}].{error}") from error
+            except TimeoutError:
+                raise Busy(
+                    f"registration.regions[{i}].cuda: not mapped after {self._drain_timeout_s} s; the GPU's "
+                    "driver is busy or stuck; attach again"
+                ) from None
+            finally:
+                if i not in mapped:
+                    opening.add_done_callback(self._unmap_late)
+
+    def _unmap_late(self, opening: asyncio.Future[MappedMemory]) -> None:
+        """Nobody waits for this mapping any more."""
+        if not opening.cancelled() and opening.exception() is None:
+            unmapping = asyncio.ensure_future(self._unmap([opening.result()]))
+            self._closings.add(unmapping)
+            unmapping.add_done_callback(self._closed)
+
+    async def _unmap(self, regions: Sequence[MappedMemory]) -> None:
+        """Gigabytes of page tables take a while to give back: done on a thread of its own."""
+        for region in regions:
+            try:
+                await asyncio.to_thread(region.close)
+            except CudaError as error:
+                self._faults.caught("unmap", error)
 
     async def _succeed(self, engine_id: str) -> None:
         """End earlier attachments of this id and wait until their jobs are drained."""
@@ -212,19 +285,15 @@ class Attachments:
             await self._controller.detach(attachment.engine_id)
         if attachment.jobs:
             await asyncio.wait(attachment.jobs)
+        if self._gpus is not None:
+            await asyncio.to_thread(self._gpus.forget, attachment.engine_id)
         del self._open[attachment.engine_id]
         attachment.closed.set()
         regions, attachment.regions = attachment.regions, []
         if regions:
-            await asyncio.to_thread(_unmap, regions)
+            await self._unmap(regions)
         if attachment.in_controller:
             log.info("engine_detached", engine=attachment.engine_id, why=_text(attachment.ending))
-
-
-def _unmap(regions: Sequence[Region]) -> None:
-    """Gigabytes of page tables take a while to give back: done on a thread of its own."""
-    for region in regions:
-        region.close()
 
 
 def _text(ending: Ending | None) -> str:
