@@ -39,13 +39,14 @@ class CpuCopyEngine:
     def copy(self, table: CopyTable) -> None:
         table = _merged(table)
         large = table.nbytes >= ONE_BY_ONE_BYTES
-        if large.any():
-            _move_each(_rows(table, large))
-            table = _rows(table, ~large)
-        if len(table) >= _WORTH_A_CALL:
-            table = _move_runs(table)
-        if len(table) >= _WORTH_A_CALL:
-            table = _move_by_size(table)
+        if not large.all():
+            small = _rows(table, ~large)
+            if len(small) >= _WORTH_A_CALL:
+                small = _move_runs(small)
+            if len(small) >= _WORTH_A_CALL:
+                small = _move_by_size(small)
+            _move_each(small)
+            table = _rows(table, large)
         _move_each(table)
 
 
