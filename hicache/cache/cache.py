@@ -7,6 +7,7 @@ happens below.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
@@ -16,7 +17,7 @@ from hicache.cache.backups import WriteThrough
 from hicache.cache.counters import Counters
 from hicache.cache.l1 import L1
 from hicache.cache.ledger import Copy, Owner
-from hicache.cache.loads import NOTHING, Brought, LoadBack
+from hicache.cache.loads import NOTHING, LoadBack, Reach
 from hicache.cache.lower import LowerTiers, PrefetchUnderWay
 from hicache.cache.requests import Request, WritePolicy
 from hicache.client.messages import Placement, PrefetchPolicy, Prompt
@@ -24,7 +25,6 @@ from hicache.core.audit import audit
 from hicache.core.coverage import Checkpoint
 from hicache.core.identity import Namespace
 from hicache.core.layout import Layout, LayoutError
-from hicache.core.matching import Match
 from hicache.core.pools import SlotPool
 from hicache.core.tree import Inserted
 from hicache.core.words import NO_SLOT, SlotArray, Tier, TokenArray, token_array
@@ -167,15 +167,8 @@ class UnifiedRadixCache:
         prompt = Prompt(request_id, token_array(tokens), adapter, salt)
         private = dict(private or {})
         self._check_private(private)
-        before = self._await_prefetch(request_id)
-        namespace, limit_pages = self._namespace(prompt), self._limit_pages(prompt.tokens)
-        match = self._index.match(namespace, prompt.tokens, limit_pages=limit_pages)
-        brought = NOTHING
-        if self._loads is not None and match.boundaries[Tier.DEVICE] < limit_pages:
-            brought = self._loads.bring(prompt, namespace, match, limit_pages)
-            match = self._index.match(namespace, prompt.tokens, limit_pages=limit_pages)
-        request = self._admit(prompt, namespace, match, brought, before)
-        self._count_hit(request, limit_pages)
+        request = self._admit(prompt, self._reach(prompt))
+        self._count_hit(request, self._limit_pages(prompt.tokens))
         for component, slot in private.items():
             self._ledger.give(component, np.array([slot], np.int32), Owner.ENGINE, Owner.REQUEST)
             request.private[component] = slot
@@ -276,38 +269,59 @@ class UnifiedRadixCache:
                 raise ValueError("private: needs copy_slot; give it to the cache")
             self._ledger.check(component, np.array([slot], np.int32), Owner.ENGINE)
 
-    def _await_prefetch(self, request_id: str) -> int | None:
+    def _reach(self, prompt: Prompt) -> Reach:
+        """Get as deep as L1 and the lower tiers allow.
+
+        A prefetch left out what L1 had when it was asked for. Where that has gone since, and storage has
+        it, it is fetched now, in what is left of the time for prefetches.
+        """
+        deadline = time.monotonic() + self._prefetch_wait_s
+        queued = prompt.request_id in self._prefetches
+        reach = self._reach_once(prompt, self._await_prefetch(prompt.request_id, deadline))
+        if queued and reach.brought.storage_boundary > reach.boundary and time.monotonic() < deadline:
+            self.prefetch(prompt.request_id, prompt.tokens, adapter=prompt.adapter, salt=prompt.salt)
+            before = self._await_prefetch(prompt.request_id, deadline)
+            reach = self._reach_once(prompt, before).after(reach)
+            self.counters.prefetches_again += 1
+        return reach
+
+    def _reach_once(self, prompt: Prompt, before: int | None) -> Reach:
+        namespace, limit_pages = self._namespace(prompt), self._limit_pages(prompt.tokens)
+        match = self._index.match(namespace, prompt.tokens, limit_pages=limit_pages)
+        brought = NOTHING
+        if self._loads is not None and match.boundaries[Tier.DEVICE] < limit_pages:
+            brought = self._loads.bring(prompt, namespace, match, limit_pages)
+            match = self._index.match(namespace, prompt.tokens, limit_pages=limit_pages)
+        name = next((c.name for c in self._components if c.coverage.whole_path), self._components[0].name)
+        came = brought.loaded.get(name, np.empty(0, np.int32))
+        stored = came >= before if before is not None else np.zeros(len(came), bool)
+        return Reach(namespace, match, brought, came[~stored], came[stored])
+
+    def _await_prefetch(self, request_id: str, deadline: float) -> int | None:
         """Wait for the request's prefetch; what L1 and L2 could serve before it, where that is known."""
         prefetching = self._prefetches.pop(request_id, None)
         if prefetching is None:
             return None
-        if prefetching.wait(self._prefetch_wait_s) is None:
+        if prefetching.wait(max(0.0, deadline - time.monotonic())) is None:
             self.counters.prefetches_unanswered += 1
         return prefetching.boundary_before
 
-    def _admit(
-        self, prompt: Prompt, namespace: Namespace, match: Match, brought: Brought, before: int | None
-    ) -> Request:
-        boundary = match.boundaries[Tier.DEVICE]
+    def _admit(self, prompt: Prompt, reach: Reach) -> Request:
+        boundary = reach.boundary
         tokens = prompt.tokens[: boundary * self._page_size]
-        cursor = self._index.match(namespace, tokens).cursor
+        cursor = self._index.match(reach.namespace, tokens).cursor
         receipt = self._index.pin(cursor, boundary, tier=Tier.DEVICE)
         self._index.touch(cursor, boundary)
-        name = next((c.name for c in self._components if c.coverage.whole_path), self._components[0].name)
-        came = brought.loaded.get(name, np.empty(0, np.int32))
-        stored = 0 if before is None else int((came >= before).sum())
         request = Request(
             prompt=prompt,
-            namespace=namespace,
+            namespace=reach.namespace,
             boundary=boundary,
             cached_tokens=boundary * self._page_size,
             slots={},
-            hit_pages={
-                Tier.DEVICE: boundary - len(came),
-                Tier.HOST: len(came) - stored,
-                Tier.STORAGE: stored,
-            },
-            branching_boundary=max(match.branching_boundary, brought.branching_boundary, boundary),
+            hit_pages=reach.hit_pages(),
+            branching_boundary=max(
+                reach.match.branching_boundary, reach.brought.branching_boundary, boundary
+            ),
             n_pages=boundary,
             private={},
             tokens=tokens,

@@ -8,7 +8,7 @@ lets an answer from below decide a boundary: the index of L1 confirms it afterwa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,9 +44,46 @@ class Brought:
     """Per component, the pages that are in L1 now and were not before."""
     branching_boundary: int
     """Deepest boundary that the whole-path components reach in all tiers that answered; 0 when none did."""
+    storage_boundary: int
+    """What L1, L2 and storage together could have served, as far as is known."""
 
 
-NOTHING = Brought({}, 0)
+NOTHING = Brought({}, 0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Reach:
+    """How deep a prompt's state reaches in L1 after the lower tiers were asked."""
+
+    namespace: Namespace
+    match: Match
+    brought: Brought
+    from_host: PageArray
+    """Whole-path pages that were loaded, and were in host memory before the request's prefetch."""
+    from_storage: PageArray
+    """Those that the prefetch brought there."""
+
+    @property
+    def boundary(self) -> int:
+        return self.match.boundaries[Tier.DEVICE]
+
+    def after(self, earlier: Reach) -> Reach:
+        """The same with what an earlier try had loaded."""
+        return replace(
+            self,
+            from_host=np.concatenate((earlier.from_host, self.from_host)),
+            from_storage=np.concatenate((earlier.from_storage, self.from_storage)),
+        )
+
+    def hit_pages(self) -> dict[Tier, int]:
+        """Where the pages up to the boundary came from; sums to it."""
+        storage = np.unique(self.from_storage[self.from_storage < self.boundary])
+        host = np.setdiff1d(self.from_host[self.from_host < self.boundary], storage)
+        return {
+            Tier.DEVICE: self.boundary - len(host) - len(storage),
+            Tier.HOST: len(host),
+            Tier.STORAGE: len(storage),
+        }
 
 
 class LoadBack:
@@ -99,10 +136,10 @@ class LoadBack:
                 self._counters.lookups_inconsistent += 1
             else:
                 loaded = self._load(prompt, namespace, match, found, found.lease, device)
-                return Brought(loaded, found.branching_boundary)
+                return Brought(loaded, found.branching_boundary, found.storage_boundary)
         if found.lease is not None:
             self._lower.release(found.lease)
-        return Brought(loaded, found.branching_boundary)
+        return Brought(loaded, found.branching_boundary, found.storage_boundary)
 
     def reap(self) -> int:
         """End the late loads that have settled meanwhile; how many."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from engine import Engine, tokens_of
@@ -459,6 +461,43 @@ def test_pages_that_a_prefetch_brought_count_as_storage() -> None:
     assert running is not None
     assert running.request.hit_pages == {Tier.DEVICE: 0, Tier.HOST: 2, Tier.STORAGE: 2}
     assert sum(running.request.hit_pages.values()) == running.request.boundary
+
+
+def queued_while_l1_still_had_it() -> Engine:
+    """Request q over five pages was queued when L1 had four of them. Meanwhile they went from L1 and from
+    host memory; storage has them."""
+    engine = Engine(full=6)
+    engine.serve(tokens_of(1, 2, 3, 4))
+    engine.lower.stored.update(engine.lower.host)
+    engine.lower.host.clear()
+    engine.cache.prefetch("q", tokens_of(1, 2, 3, 4, 5))
+    engine.lower.prefetches[0].at_wait = lambda: None  # it had nothing to bring
+    assert engine.cache.evict("full", 4) == 4
+    engine.lower.answer = lambda found: replace(found, storage_boundary=4)
+    return engine
+
+
+def test_what_l1_lost_since_the_prefetch_was_asked_for_is_fetched_once_more() -> None:
+    engine = queued_while_l1_still_had_it()
+    running = engine.begin(tokens_of(1, 2, 3, 4, 5), name="q")
+    assert running is not None
+    assert running.request.boundary == 4
+    assert running.request.hit_pages == {Tier.DEVICE: 0, Tier.HOST: 0, Tier.STORAGE: 4}
+    assert engine.cache.counters.prefetches_again == 1
+
+
+def test_fetching_once_more_takes_no_more_time_than_the_prefetch_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, now = queued_while_l1_still_had_it(), [100.0]
+    monkeypatch.setattr("hicache.cache.cache.time.monotonic", lambda: now[0])
+
+    def all_the_time() -> None:
+        now[0] += 2.0
+
+    engine.lower.prefetches[0].at_wait = all_the_time
+    running = engine.begin(tokens_of(1, 2, 3, 4, 5), name="q")
+    assert running is not None
+    assert running.request.boundary == 0
+    assert len(engine.lower.prefetches) == 1
 
 
 def test_a_request_that_is_cancelled_while_queued_ends_its_prefetch() -> None:
