@@ -112,8 +112,8 @@ def demonstrate(plan: Plan, out: Path, console: Console) -> int:
         return 1
     n_requests, wall_s = len(checks.records_of(runs[-1].rounds)), time.perf_counter() - started
     console.print(
-        f"[bold green]All checks passed[/] in {wall_s:.0f} s: answers and logits of all {n_requests} requests "
-        "are those of the run without a cache, each prefill computed exactly what the "
+        f"[bold green]All checks passed[/] in {wall_s:.0f} s: answers and logits of all {n_requests} "
+        "requests are those of the run without a cache, each prefill computed exactly what the "
         "joint boundary left, with L3 every boundary is that of a cache that never forgets, nothing leaked.",
         highlight=False,
     )
@@ -123,7 +123,7 @@ def demonstrate(plan: Plan, out: Path, console: Console) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
-    parser.add_argument("--clients", type=int, help="agents that take turns (default 8)")
+    parser.add_argument("--clients", type=int, help="agents that take turns (default 10)")
     parser.add_argument("--rounds", type=int, help="turns before the restart (default 10)")
     parser.add_argument("--quick", action="store_true", help="a small run, some 15 seconds")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the plot and the JSON")

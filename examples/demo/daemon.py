@@ -22,6 +22,8 @@ from proto.v1 import hicache_pb2 as pb
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 30.0
 _SETTLE_TIMEOUT_S = 20.0
+_QUIET_LOOKS, _LOOK_S = 4, 0.05
+"""So many looks, so far apart, must find it quiet: between one transfer and the next it is, for moments."""
 
 
 @dataclass(frozen=True)
@@ -94,36 +96,18 @@ class Daemon:
             raise DemoError(f"the daemon stopped with exit code {code}; its log ends:\n{self._end_of_log()}")
 
     def settled(self) -> pb.StatusReply:
-        """Its status once nothing is being written or read any more, or at the deadline.
+        """Its status once nothing has moved for a while, or at the deadline.
 
         Raises DemoError when it does not answer."""
-        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+        deadline, quiet_looks = time.monotonic() + _SETTLE_TIMEOUT_S, 0
         while True:
             status = self._status()
             if status is None:
                 raise DemoError(f"the daemon does not answer; its log ends:\n{self._end_of_log()}")
-            busy = any(backend.queued_writes for backend in status.backends) or any(
-                pool.inbound_pages for pool in status.pools
-            )
-            if not busy or time.monotonic() > deadline:
+            quiet_looks = 0 if _busy(status) else quiet_looks + 1
+            if quiet_looks == _QUIET_LOOKS or time.monotonic() > deadline:
                 return status
-            time.sleep(0.02)
-
-    def problems(self) -> list[str]:
-        """What is wrong once it has settled: its own problems, and whatever is still held for an engine
-        though none asks for anything."""
-        status = self.settled()
-        problems = list(status.problems)
-        problems += [f"storage {b.name!r}: {b.problem}" for b in status.backends if not b.healthy]
-        problems += [f"engine {e.engine_id!r} still has {e.jobs} jobs" for e in status.engines if e.jobs]
-        problems += [
-            f"engine {e.engine_id!r} still has {e.leases} leases" for e in status.engines if e.leases
-        ]
-        for pool in status.pools:
-            if pool.pinned_pages or pool.inbound_pages:
-                held = f"{pool.pinned_pages} pages pinned and {pool.inbound_pages} inbound"
-                problems.append(f"{pool.component}: still {held}")
-        return problems
+            time.sleep(_LOOK_S)
 
     def _status(self) -> pb.StatusReply | None:
         with grpc.insecure_channel(f"unix:{self.socket}") as channel:
@@ -148,6 +132,42 @@ def _command() -> Path:
     if not command.exists():
         raise DemoError(f"{command} is missing; install the project there: pip install -e '.[demo]'")
     return command
+
+
+def problems_of(status: pb.StatusReply) -> list[str]:
+    """What is wrong with a daemon that has settled: its own problems, and whatever is still held for an
+    engine though none asks for anything."""
+    problems = list(status.problems)
+    problems += [f"storage {b.name!r}: {b.problem}" for b in status.backends if not b.healthy]
+    problems += [f"engine {e.engine_id!r} still has {e.jobs} jobs" for e in status.engines if e.jobs]
+    problems += [f"engine {e.engine_id!r} still has {e.leases} leases" for e in status.engines if e.leases]
+    for pool in status.pools:
+        if pool.pinned_pages or pool.inbound_pages:
+            held = f"{pool.pinned_pages} pages pinned and {pool.inbound_pages} inbound"
+            problems.append(f"{pool.component}: still {held}")
+    return problems
+
+
+def figures_of(status: pb.StatusReply) -> dict[str, int]:
+    """What a daemon has counted and holds."""
+    figures = {name: int(count) for name, count in sorted(status.counters.items())}
+    figures["host_used_bytes"] = status.host_used_bytes
+    figures["host_capacity_bytes"] = status.host_capacity_bytes
+    for pool in status.pools:
+        figures[f"{pool.component}_resident_pages"] = pool.resident_pages
+        figures[f"{pool.component}_stored_pages"] = pool.stored_pages
+    for backend in status.backends:
+        figures[f"storage_{backend.name}_used_bytes"] = backend.used_bytes
+    return figures
+
+
+def _busy(status: pb.StatusReply) -> bool:
+    """Whether bytes are moving, or about to."""
+    return (
+        any(engine.jobs for engine in status.engines)
+        or any(backend.queued_writes for backend in status.backends)
+        or any(pool.inbound_pages for pool in status.pools)
+    )
 
 
 def _configuration(settings: DaemonSettings, directory: Path, socket: Path) -> dict[str, object]:

@@ -19,7 +19,8 @@ from examples.demo.memory import FULL, MAMBA, SWA, PagedMemory
 from examples.demo.model import HybridModel, Place
 from hicache.core.words import NO_SLOT, SlotArray, Tier, TokenArray
 
-_BLOCK_TOKENS = 512
+_BLOCK_WINDOWS = 2
+"""Prefill runs in blocks of so many windows: what SWA holds of a request is bounded by it."""
 _ALLOC_TIMEOUT_S = 5.0
 
 
@@ -130,6 +131,10 @@ class Engine(Generic[R]):
         """Tell the cache of a request that will be served soon."""
         self._cache.prefetch(ask.request_id, ask.prompt)
 
+    def idle(self) -> None:
+        """Nothing to serve: look after transfers."""
+        self._cache.poll()
+
     def serve(self, ask: Ask) -> Served:
         """Prefill what the cache does not have, decode greedily, hand everything computed to the cache.
 
@@ -188,8 +193,9 @@ class Engine(Generic[R]):
         return logits
 
     def _run(self, running: _Running[R], prompt: TokenArray, start: int, stop: int) -> torch.Tensor:
-        for at in range(start, stop, _BLOCK_TOKENS):
-            logits = self._forward(running, prompt[at : min(stop, at + _BLOCK_TOKENS)], at)
+        block = _BLOCK_WINDOWS * self._model.shape.window_tokens
+        for at in range(start, stop, block):
+            logits = self._forward(running, prompt[at : min(stop, at + block)], at)
         return logits
 
     def _forward(self, running: _Running[R], tokens: TokenArray, start: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """How large a demo is: memory is set from the prompts, so that each tier has something to do at any size.
 
-L1 holds the longest request and little more; L2 less than half of what all conversations need in the
-end; L3 everything.
+L1 holds the two longest requests (while one is served, the other's pages are still being backed up); L2
+half of what all conversations need in the end; L3 everything.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _TURN_OVERHEAD_TOKENS = 64
 
 def full_plan(*, clients: int | None, rounds: int | None, seed: int) -> Plan:
     """The demo as it is meant to be seen: about two minutes on two cores."""
-    return _plan(Sizes(clients or 8, rounds or 10), 3, seed)
+    return _plan(Sizes(clients or 10, rounds or 10), 3, seed)
 
 
 def quick_plan(*, clients: int | None, rounds: int | None, seed: int) -> Plan:
     """The same in small, for tests."""
-    sizes = Sizes(clients or 4, rounds or 4, system_tokens=512, chunk_tokens=256, answer_tokens=8)
+    sizes = Sizes(clients or 6, rounds or 4, system_tokens=512, chunk_tokens=256, answer_tokens=8)
     return _plan(sizes, 1, seed)
 
 
@@ -36,7 +36,7 @@ def _plan(sizes: Sizes, rounds_after_restart: int, seed: int) -> Plan:
         raise ValueError(f"rounds: prompts would reach {longest} tokens, the model takes {shape.max_tokens}")
     window_pages = shape.window_tokens // shape.page_size
     longest_pages = -(-longest // shape.page_size)
-    slots = Slots(full=longest_pages * 3 // 2, swa=12 * window_pages, mamba=16)
+    slots = Slots(full=2 * longest_pages, swa=8 * window_pages, mamba=16)
     layout, device_bytes = layout_of(shape, slots)
     page_bytes = {pool.component: pool.page_bytes for pool in layout.pools if pool.name.endswith("kv")}
     before_restart = sizes.clients * (sizes.system_tokens + sizes.rounds * turn) // shape.page_size
@@ -46,7 +46,7 @@ def _plan(sizes: Sizes, rounds_after_restart: int, seed: int) -> Plan:
         shape=shape,
         slots=slots,
         device_bytes=device_bytes,
-        host_bytes=before_restart * page_bytes["full"] * 6 // 10,
+        host_bytes=before_restart * page_bytes["full"] * 7 // 10,
         storage_bytes=1 << 30,
         seed=seed,
     )

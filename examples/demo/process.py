@@ -21,12 +21,17 @@ from examples.demo.engine import Ask, Engine, R, Served
 from examples.demo.memory import PagedMemory, Slots, layout_of
 from examples.demo.model import HybridModel
 from examples.demo.nocache import NoCache
-from hicache.client import Client, SharedRegion
+from hicache.client import Client, PrefetchPolicy, SharedRegion
 from hicache.core.layout import Layout, component_slots
 
 MODEL_NAME = "hicache-demo"
 _ATTACH_TIMEOUT_S = 20.0
 _CLOSE_TIMEOUT_S = 20.0
+_PATIENCE_S = 10.0
+"""Longest wait for the daemon. A server would rather compute anew; the demo compares boundaries exactly,
+also on a machine that is busy with other things."""
+_IDLE_S = 0.005
+"""How often an engine without requests looks after its transfers."""
 
 
 class DemoError(RuntimeError):
@@ -180,11 +185,12 @@ def _run(pipe: Connection, settings: EngineSettings) -> None:
             revision=str(settings.seed),
             client=client,
             copy_slot=memory.copy_slot,
+            lookup_timeout_s=_PATIENCE_S,
+            load_timeout_s=_PATIENCE_S,
+            prefetch_policy=PrefetchPolicy.WAIT_COMPLETE,
+            prefetch_wait_s=_PATIENCE_S,
         )
         _loop(pipe, Engine(model, memory, cache), client)
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S / 2
-        while cache.poll() and time.monotonic() < deadline:
-            time.sleep(0.005)
         pipe.send(Closed(tuple(cache.audit()), vars(cache.counters)))
         cache.close()
 
@@ -207,7 +213,7 @@ def _loop(pipe: Connection, engine: Engine[R], client: Client | None) -> None:
     it arrives."""
     waiting: deque[Ask] = deque()
     while True:
-        while pipe.poll(0) or not waiting:
+        while pipe.poll(0 if waiting else _IDLE_S):
             message = pipe.recv()
             if isinstance(message, Ask):
                 engine.queue(message)
@@ -216,7 +222,10 @@ def _loop(pipe: Connection, engine: Engine[R], client: Client | None) -> None:
                 pipe.send(_await_daemon(client, message))
             else:
                 return
-        pipe.send(engine.serve(waiting.popleft()))
+        if waiting:
+            pipe.send(engine.serve(waiting.popleft()))
+        else:
+            engine.idle()
 
 
 def _await_daemon(client: Client | None, message: AwaitDaemon) -> Attached:

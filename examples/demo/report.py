@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from rich import box
 from rich.table import Table
 
 from examples.demo.checks import records_of
@@ -23,12 +24,16 @@ def ceiling_rate(played: Round, expected: Mapping[str, Ceiling], page_size: int)
 
 
 def rounds_table(run: Run, plan: Plan, expected: Mapping[str, Ceiling]) -> Table:
-    """One line a round."""
-    table = Table(title=f"{run.name}: {plan.sizes.clients} clients, round by round", title_justify="left")
-    for heading in ("round", "prompt\ntokens", "hit\nL1", "hit\nL2", "hit\nL3", "hit\nall"):
-        table.add_column(heading, justify="right")
-    for heading in ("never\nforgets", "prefilled\ntokens", "first token\nmedian, ms", "input\ntokens/s"):
-        table.add_column(heading, justify="right")
+    """One line a round; hit rates in percent of the prompts' tokens."""
+    headings = ("round", "prompt\ntokens", "L1\nhit %", "L2\nhit %", "L3\nhit %", "all\nhit %")
+    table = _table(
+        f"{run.name}: {plan.sizes.clients} clients, round by round",
+        *headings,
+        "never\nforgets",
+        "prefilled\ntokens",
+        "first token\nmedian, ms",
+        "input\ntokens/s",
+    )
     size = plan.shape.page_size
     for played in run.rounds:
         if played.number == plan.sizes.rounds and run.configuration is Configuration.L1_L2_L3:
@@ -45,17 +50,22 @@ def rounds_table(run: Run, plan: Plan, expected: Mapping[str, Ceiling]) -> Table
         )
     if run.configuration is Configuration.L1_L2_L3:
         table.caption = f"Before round {plan.sizes.rounds + 1} the daemon was restarted: its L2 was empty."
+        table.caption_justify = "left"
     return table
 
 
 def summary_table(runs: Sequence[Run], plan: Plan) -> Table:
     """All configurations over the rounds that all of them played."""
-    table = Table(title=f"All together, rounds 1 to {plan.sizes.rounds}", title_justify="left")
-    table.add_column("configuration")
-    for heading in ("hit rate", "prefilled\ntokens", "first token\nmedian, ms", "input\ntokens/s"):
-        table.add_column(heading, justify="right")
-    for heading in ("wall, s", "faster than\nno cache"):
-        table.add_column(heading, justify="right")
+    table = _table(
+        f"All together, rounds 1 to {plan.sizes.rounds}",
+        "",
+        "hit %",
+        "prefilled\ntokens",
+        "first token\nmedian, ms",
+        "input\ntokens/s",
+        "wall\nseconds",
+        "faster than\nno cache",
+    )
     slowest = _wall_s(runs[0].rounds[: plan.sizes.rounds])
     for run in runs:
         rounds = run.rounds[: plan.sizes.rounds]
@@ -101,7 +111,8 @@ def write_figures(
         "configurations": {
             run.name: {
                 "wall_s": run.wall_s,
-                "counters": run.counters,
+                "engine_counters": run.counters,
+                "daemons": run.daemons,
                 "rounds": [
                     {
                         "round": played.number + 1,
@@ -123,5 +134,12 @@ def _wall_s(rounds: Sequence[Round]) -> float:
     return sum(played.wall_s for played in rounds)
 
 
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if share else "–"
+    return f"{100 * share:.1f}" if share else "–"

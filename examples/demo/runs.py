@@ -12,12 +12,13 @@ from enum import Enum
 from pathlib import Path
 
 from examples.demo.arithmetic import Shape
-from examples.demo.daemon import Daemon, DaemonSettings
+from examples.demo.daemon import Daemon, DaemonSettings, figures_of, problems_of
 from examples.demo.engine import Served
 from examples.demo.memory import Slots
 from examples.demo.play import Round, Session
 from examples.demo.process import EngineProcess, EngineSettings
 from examples.demo.workload import Script, Sizes
+from proto.v1 import hicache_pb2 as pb
 
 
 class Configuration(Enum):
@@ -59,6 +60,8 @@ class Run:
     wall_s: float
     counters: Mapping[str, int]
     """What the engine's cache counted."""
+    daemons: tuple[Mapping[str, int], ...]
+    """What each daemon had counted and held at its end."""
     problems: tuple[str, ...]
     """What the cache's audit, or the daemon's, found at the end."""
 
@@ -87,18 +90,27 @@ def play(
             engine.await_daemon()
         session = Session(script, engine, served)
         rounds = session.play(range(plan.sizes.rounds))
+        statuses: list[pb.StatusReply] = []
         if daemon is not None and configuration is Configuration.L1_L2_L3:
-            daemon.settled()
+            statuses.append(daemon.settled())
             daemon.stop()
             daemon.start()
             engine.await_daemon()
         rounds += session.play(range(plan.sizes.rounds, plan.rounds(configuration)))
         closed = engine.close()
-        problems = [f"{configuration.value}: engine: {found}" for found in closed.violations]
+        problems = [f"engine: {found}" for found in closed.violations]
         if daemon is not None:
-            problems += [f"{configuration.value}: daemon: {found}" for found in daemon.problems()]
+            statuses.append(daemon.settled())
+        problems += [f"daemon: {found}" for status in statuses for found in problems_of(status)]
         wall_s = sum(played.wall_s for played in rounds)
-        return Run(configuration, tuple(rounds), wall_s, closed.counters, tuple(problems))
+        return Run(
+            configuration,
+            tuple(rounds),
+            wall_s,
+            closed.counters,
+            tuple(figures_of(status) for status in statuses),
+            tuple(f"{configuration.value}: {problem}" for problem in problems),
+        )
 
 
 def _engine_settings(configuration: Configuration, plan: Plan, daemon: Daemon | None) -> EngineSettings:
