@@ -25,7 +25,7 @@ VERBS = (
     "backup",
     "release_lease",
 )
-_CODES = (
+COUNTED_CODES = (
     StatusCode.OK,
     StatusCode.CANCELLED,
     StatusCode.INVALID_ARGUMENT,
@@ -56,7 +56,9 @@ class RequestMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self._requests = {(verb, code): requests.labels(verb, code.name) for verb in VERBS for code in _CODES}
+        self._requests = {
+            (verb, code): requests.labels(verb, code.name) for verb in VERBS for code in COUNTED_CODES
+        }
         self._seconds = {verb: seconds.labels(verb) for verb in VERBS}
 
     def observe(self, verb: str, code: StatusCode, took_s: float) -> None:

@@ -23,6 +23,7 @@ from controller.daemon.readiness import Readiness
 from controller.requests import (
     Busy,
     Gone,
+    Incomplete,
     InvalidRequest,
     RequestError,
     TransferFailed,
@@ -52,6 +53,7 @@ CODES: Mapping[type[RequestError], StatusCode] = {
     InvalidRequest: StatusCode.INVALID_ARGUMENT,
     UnknownEngine: StatusCode.FAILED_PRECONDITION,
     Gone: StatusCode.NOT_FOUND,
+    Incomplete: StatusCode.UNAVAILABLE,
     Busy: StatusCode.RESOURCE_EXHAUSTED,
     TransferFailed: StatusCode.ABORTED,
     NotReady: StatusCode.UNAVAILABLE,

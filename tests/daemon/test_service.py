@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from controller.requests import Busy, Gone, InvalidRequest, PrefetchPolicy, TransferFailed, UnknownEngine
+from controller.daemon.metrics import COUNTED_CODES
+from controller.daemon.verbs import CODES
+from controller.requests import (
+    Busy,
+    Gone,
+    InvalidRequest,
+    PrefetchPolicy,
+    RequestError,
+    TransferFailed,
+    UnknownEngine,
+)
 from proto.v1 import hicache_pb2 as pb
 from tests.daemon.conftest import Opener
 from tests.daemon.rig import WAIT_S, Engine, Rig, until
@@ -323,3 +333,8 @@ async def test_requests_are_counted_by_verb_and_code(rig: Rig, engine: Engine) -
     await engine.ask(load=requests("")["load"])
     await engine.ask(load=pb.LoadRequest())
     assert (sample("load", "OK"), sample("load", "INVALID_ARGUMENT")) == (1, 1)
+
+
+def test_every_kind_of_refusal_has_a_code() -> None:
+    assert set(CODES) == set(RequestError.__subclasses__())
+    assert set(CODES.values()) <= set(COUNTED_CODES)
