@@ -18,7 +18,7 @@ import structlog
 from controller.daemon.faults import Faults
 from controller.daemon.handoff import Handoff
 from controller.daemon.port import Controller, NotReady
-from controller.daemon.wire import Registration, RegionTicket
+from controller.daemon.wire import RegionTicket, Registration
 from controller.memory.cuda import CudaError
 from controller.memory.device_regions import DeviceHandle
 from controller.memory.regions import RegionError, map_region
@@ -123,7 +123,8 @@ class Attachments:
         try:
             for i, region in enumerate(wanted.regions):
                 try:
-                    attachment.regions.append(on_gpus.pop(i, None) or map_region(fds[i], region.nbytes))
+                    memory = on_gpus.pop(i) if i in on_gpus else map_region(fds[i], region.nbytes)
+                    attachment.regions.append(memory)
                 except RegionError as error:
                     raise InvalidRequest(f"registration.regions[{i}]: {error}") from error
             mapped = tuple(region.mapped for region in attachment.regions)

@@ -85,6 +85,9 @@ class Transfers(Section, frozen=True, kw_only=True):
     """Largest piece of a store that a load has to wait for."""
     timeout_s: Seconds = 10.0
     """Longest time for one load-back or backup, queueing included."""
+    engine: Literal["auto", "cpu", "cuda", "cuda-kernel"] = "auto"
+    """What copies to and from GPU memory. `auto`: the cheaper of the two below by measurement on each
+    device, none without a GPU. `cpu`: use no GPU. `cuda`: the driver's copies. `cuda-kernel`: a kernel."""
 
 
 class Storage(Section, frozen=True, kw_only=True):

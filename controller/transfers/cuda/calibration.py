@@ -48,7 +48,7 @@ class Calibration:
     def lines(self) -> list[str]:
         """What was measured, in words, for the log."""
         return [
-            f"{direction.value} {size} B: {_rate(engine_s):.1f} GB/s by copy engine, {_rate(kernel_s):.1f} by kernel"
+            f"{direction.value} {size} B: copy engine {_rate(engine_s):.1f} GB/s, kernel {_rate(kernel_s):.1f}"
             for direction, measured in self.seconds.items()
             for size, (engine_s, kernel_s) in sorted(measured.items())
         ]

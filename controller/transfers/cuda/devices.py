@@ -19,6 +19,7 @@ from controller.memory.cuda import CudaError, CudaMemory, DeviceMemory, Library
 from controller.memory.device_regions import DeviceHandle, DeviceRegion, DeviceRegions
 from controller.memory.pinning import HostMemory, Pinning, pin, spread
 from controller.memory.regions import RegionError
+from controller.requests import ReadyEvent
 from controller.transfers.copies import CopyEngine, CopyError
 from controller.transfers.cuda.calibration import calibrate
 from controller.transfers.cuda.engine import Always, CopyEngineMover, DeviceCopyEngine, KernelMover
@@ -124,14 +125,14 @@ class Devices:
             raise RegionError(f"cuda: device {region.device} cannot be used: {error}") from error
         return RoutedRegion(region, self.routes, engine)
 
-    def ready(self, engine_id: str, device_uuid: bytes, handle: bytes) -> Future[None]:
+    def ready(self, engine_id: str, event: ReadyEvent) -> Future[None]:
         """A future that ends when an engine's event has happened; see ReadyEvents.when."""
-        device = self._calls.memory.devices().get(device_uuid)
+        device = self._calls.memory.devices().get(event.device)
         if device is None:
             future: Future[None] = Future()
-            future.set_exception(ReadyError(f"ready.device: {device_uuid.hex()} is not visible here"))
+            future.set_exception(ReadyError(f"device {event.device.hex()} is not visible here"))
             return future
-        return self._ready.when(engine_id, device, handle)
+        return self._ready.when(engine_id, device, event.handle)
 
     def forget(self, engine_id: str) -> None:
         """Close an engine's events, when nobody waits for one any more."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass
 
-from controller.memory.cuda import HANDLE_BYTES, CudaError
 from controller.transfers.cuda.streams import StreamDriver
 
 POLL_S = 0.0002
@@ -18,8 +18,16 @@ MAX_EVENTS = 4096
 """Imported events at once, all engines together: an engine uses a ring of a few."""
 
 
-class ReadyError(RuntimeError):
+class ReadyError(OSError):
     """An event that cannot be waited for; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class _Wait:
+    engine_id: str
+    device: int
+    handle: bytes
+    future: Future[None]
 
 
 class ReadyEvents:
@@ -33,7 +41,7 @@ class ReadyEvents:
         self._changed = threading.Condition(threading.Lock())
         self._events: dict[tuple[str, bytes], tuple[int, int]] = {}
         """Of an engine and a handle: device and event."""
-        self._waiting: list[tuple[int, int, Future[None]]] = []
+        self._waiting: list[_Wait] = []
         self._closed = False
         self._death = ""
         self._thread = threading.Thread(target=self._serve, name="hicache-ready", daemon=True)
@@ -44,20 +52,15 @@ class ReadyEvents:
         return self._death
 
     def when(self, engine_id: str, device: int, handle: bytes) -> Future[None]:
-        """A future that ends when what the event stood for *at this call* has happened, or with CudaError
-        or ReadyError. Cancelling it is fine: the event is then no longer asked about."""
+        """A future that ends when the event has happened as it was recorded last before this call, or with
+        CudaError or ReadyError. Asks the driver nothing on this thread. May be cancelled."""
         future: Future[None] = Future()
-        try:
-            event = self._imported(engine_id, device, handle)
-        except (CudaError, ReadyError) as error:
-            future.set_exception(error)
-            return future
         with self._changed:
             if self._closed:
-                future.set_exception(ReadyError("ready_event: the daemon is stopping"))
-                return future
-            self._waiting.append((device, event, future))
-            self._changed.notify()
+                future.set_exception(ReadyError(self._death or "ready: the daemon is stopping"))
+            else:
+                self._waiting.append(_Wait(engine_id, device, handle, future))
+                self._changed.notify()
         return future
 
     def forget(self, engine_id: str) -> None:
@@ -76,64 +79,61 @@ class ReadyEvents:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _imported(self, engine_id: str, device: int, handle: bytes) -> int:
-        if len(handle) != HANDLE_BYTES:
-            raise ReadyError(f"ready_event: {len(handle)} bytes; a CUDA IPC handle has {HANDLE_BYTES}")
-        with self._changed:
-            known = self._events.get((engine_id, handle))
-            if known is not None:
-                return known[1]
-            if len(self._events) >= self._max_events:
-                raise ReadyError(
-                    f"ready_event: {len(self._events)} events are open; record the same few again and again"
-                )
-            event = self._driver.import_event(device, handle)
-            self._events[engine_id, handle] = device, event
-            return event
-
     def _serve(self) -> None:
         try:
             while self._wait_for_work():
                 self._ask()
         except BaseException as error:  # noqa: BLE001 - last line of defence: shown by `problem`
             self._death = f"the thread that watches ready events died: {type(error).__name__}: {error}"
-            self._closed = True
-            self._give_up(error)
+        self._give_up(ReadyError(self._death or "ready: the daemon is stopping"))
 
     def _wait_for_work(self) -> bool:
+        """False when there will be none."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            if not self._closed:
-                self._changed.wait_for(lambda: self._closed, timeout=self._poll_s)
-            if not self._closed:
-                return True
-        self._give_up(ReadyError("ready_event: the daemon is stopping"))
-        return False
+            return not self._closed
 
     def _ask(self) -> None:
         with self._changed:
             asked, self._waiting = self._waiting, []
-        left = []
-        for device, event, future in asked:
-            if future.cancelled():
-                continue
-            try:
-                happened = self._driver.happened(device, event)
-            except CudaError as error:
-                _end(future, error)
-                continue
-            if happened:
-                _end(future, None)
-            else:
-                left.append((device, event, future))
+        left = [wait for wait in asked if not self._over(wait)]
         with self._changed:
             self._waiting += left
+            if left:
+                self._changed.wait_for(lambda: self._closed, timeout=self._poll_s)
 
-    def _give_up(self, error: BaseException) -> None:
+    def _over(self, wait: _Wait) -> bool:
+        """Whether there is no more to ask about."""
+        if wait.future.cancelled():
+            return True
+        try:
+            happened = self._driver.happened(wait.device, self._imported(wait))
+        except OSError as error:
+            _end(wait.future, error)
+            return True
+        if happened:
+            _end(wait.future, None)
+        return happened
+
+    def _imported(self, wait: _Wait) -> int:
+        known = self._events.get((wait.engine_id, wait.handle))
+        if known is not None:
+            return known[1]
+        if len(self._events) >= self._max_events:
+            raise ReadyError(
+                f"ready: {len(self._events)} events are open; record the same few again and again"
+            )
+        event = self._driver.import_event(wait.device, wait.handle)
         with self._changed:
+            self._events[wait.engine_id, wait.handle] = wait.device, event
+        return event
+
+    def _give_up(self, error: ReadyError) -> None:
+        with self._changed:
+            self._closed = True
             left, self._waiting = self._waiting, []
-        for _, _, future in left:
-            _end(future, error)
+        for wait in left:
+            _end(wait.future, error)
 
 
 def _end(future: Future[None], error: BaseException | None) -> None:
