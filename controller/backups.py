@@ -15,12 +15,13 @@ import numpy as np
 
 from controller.copying import Copier
 from controller.counters import Counters
-from controller.models import HOST, Engine, HostMemory, Model
-from controller.requests import Backup, BackupOutcome, Busy, Placement
+from controller.groups import Engine, Group, Meeting
+from controller.models import HOST, Fill, HostMemory, Model
+from controller.requests import EMPTY_PAGES, Backup, BackupOutcome, Busy, InvalidRequest, Placement
 from controller.shelving import Shelving
 from controller.transfers.scheduler import Direction
-from hicache.core.identity import Namespace
-from hicache.core.words import BoolArray, PageArray, Residency, SlotArray, TokenArray
+from hicache.core.pins import Receipt
+from hicache.core.words import BoolArray, PageArray, Residency, SlotArray
 
 
 @dataclass
@@ -71,60 +72,78 @@ def plan_backup(
     return plans
 
 
+@dataclass
+class Filling:
+    """A planned backup whose bytes are moving."""
+
+    plans: Mapping[str, Plan]
+    fill: Fill | None
+    """None when there is nothing to copy."""
+    chain: Receipt
+    """Pins what it builds on."""
+
+
+class Joint:
+    """One backup of all ranks: planned once, copied by each, published when every rank's part has landed."""
+
+    def __init__(self, planned: asyncio.Task[Filling], meeting: Meeting[int]) -> None:
+        self.planned = planned
+        self.meeting = meeting
+        self.outcomes: asyncio.Task[Mapping[str, BackupOutcome]] | None = None
+
+
 class Backups:
-    """Runs backups. One call of `run` is one job."""
+    """Runs backups."""
 
     def __init__(self, host: HostMemory, copier: Copier, shelving: Shelving, counters: Counters) -> None:
         self._host = host
         self._copier = copier
         self._shelving = shelving
         self._counters = counters
+        self._open: dict[tuple[str, str], list[Joint]] = {}
+        """By group and request: those that some rank has not taken its part in."""
 
-    async def run(self, engine: Engine, backup: Backup) -> Mapping[str, BackupOutcome]:
+    async def run(self, group: Group, engine: Engine, backup: Backup) -> Mapping[str, BackupOutcome]:
         """Copy what is new and return when it can be read. The engine's slots are not touched afterwards.
 
         Raises Busy when others' fills of the same pages do not end in time, TransferFailed when bytes
-        could not be moved; then nothing of it is published.
+        could not be moved or a rank did not come; then nothing of it is published.
         """
-        model = engine.model
-        namespace = model.namespace(backup.prompt)
-        n_pages = len(backup.prompt.tokens) // model.page_size
-        tokens = backup.prompt.tokens[: n_pages * model.page_size]
+        about = (group.group_id, backup.prompt.request_id)
+        waiting = self._open.setdefault(about, [])
+        joint = next((one for one in waiting if one.meeting.joins(engine.spec.rank)), None)
+        if joint is None:
+            planned = asyncio.ensure_future(self._plan(group.model, backup))
+            joint = Joint(planned, Meeting(group.ranks, 2 * self._copier.timeout_s))
+            group.opened(joint.meeting)
+            joint.outcomes = asyncio.ensure_future(self._finish(joint, group.model, backup))
+            waiting.append(joint)
+            joint.meeting.over.add_done_callback(lambda _: self._close(about, joint))
+        joint.meeting.take_part(engine.spec.rank, self._copy(joint, engine, backup))
+        assert joint.outcomes is not None
+        return await asyncio.shield(joint.outcomes)
+
+    def _close(self, about: tuple[str, str], joint: Joint) -> None:
+        self._open[about].remove(joint)
+        if not self._open[about]:
+            del self._open[about]
+
+    async def _plan(self, model: Model, backup: Backup) -> Filling:
+        """Decide what to copy, once nobody else is bringing in pages of this path; reserve its place."""
+        namespace, tokens = model.namespace(backup.prompt), model.whole_pages(backup.prompt)
+        n_pages = len(tokens) // model.page_size
         self._counters.backups += 1
         self._counters.uncached_tail_tokens += len(backup.prompt.tokens) - len(tokens)
-        async with asyncio.timeout(self._copier.timeout_s) as deadline:
-            try:
-                await self._others_ended(model, namespace, tokens, n_pages)
-            except TimeoutError:
-                raise Busy("backup: another transfer of the same pages has not ended; try again") from None
-            deadline.reschedule(None)
-        plans = await self._fill(engine, namespace, tokens, n_pages, backup.components)
-        self._shelving.offer(model, namespace, tokens)
-        return {name: plan.outcome() for name, plan in plans.items()}
-
-    async def _others_ended(
-        self, model: Model, namespace: Namespace, tokens: TokenArray, n_pages: int
-    ) -> None:
-        while True:
-            cursor = model.index.match(namespace, tokens).cursor
-            running = model.running_fill(cursor, n_pages)
-            if running is None:
-                return
-            await asyncio.shield(running)
-
-    async def _fill(
-        self,
-        engine: Engine,
-        namespace: Namespace,
-        tokens: TokenArray,
-        n_pages: int,
-        offered: Mapping[str, Placement],
-    ) -> dict[str, Plan]:
-        model, index = engine.model, engine.model.index
+        try:
+            async with asyncio.timeout(self._copier.timeout_s):
+                await model.fills_ended(namespace, tokens)
+        except TimeoutError:
+            raise Busy("backup: another transfer of the same pages has not ended; try again") from None
+        index = model.index
         cursor = index.match(namespace, tokens).cursor
         present = {name: model.held(cursor, name, n_pages) == Residency.READY for name in model.shelves}
         plans = plan_backup(
-            present, offered, {name: shelf.whole_path for name, shelf in model.shelves.items()}
+            present, backup.components, {name: shelf.whole_path for name, shelf in model.shelves.items()}
         )
         chain = index.pin_pages(
             cursor, {name: np.flatnonzero(held).astype(np.int32) for name, held in present.items()}, tier=HOST
@@ -132,26 +151,43 @@ class Backups:
         try:
             targets = self._room(model, plans)
             placements = {name: (plans[name].wanted, slots) for name, slots in targets.items() if len(slots)}
-            self._count(plans)
-            if placements:
-                fill = model.begin_fill(namespace, tokens, placements)
-                good: dict[str, BoolArray] | None = {
-                    name: np.zeros(len(slots), dtype=bool) for name, (_, slots) in placements.items()
-                }
-                try:
-                    self._counters.backup_bytes += await self._copier.copy(
-                        Direction.STORE,
-                        engine,
-                        {name: (plans[name].sources, slots) for name, (_, slots) in placements.items()},
-                        seal={name: (fill.hashes[name], pages) for name, (pages, _) in placements.items()},
-                    )
-                    good = None
-                finally:
-                    model.end_fill(fill, good)
-            self._touch(model, namespace, tokens)
-        finally:
+            fill = model.begin_fill(namespace, tokens, placements) if placements else None
+        except BaseException:
             index.unpin(chain)
-        return plans
+            raise
+        self._count(plans)
+        return Filling(plans, fill, chain)
+
+    async def _copy(self, joint: Joint, engine: Engine, backup: Backup) -> int:
+        """One rank's part. Raises InvalidRequest when the rank does not offer what the first one did."""
+        filling = await asyncio.shield(joint.planned)
+        if filling.fill is None:
+            return 0
+        slots, seal = {}, {}
+        for name, (pages, host) in filling.fill.placements.items():
+            mine = backup.components.get(name)
+            offered = mine.slots[np.isin(mine.pages, pages)] if mine else EMPTY_PAGES
+            if len(offered) != len(pages):
+                raise InvalidRequest(f"components[{name!r}]: every rank of a group must offer the same pages")
+            slots[name] = offered, host
+            seal[name] = filling.fill.hashes[name], pages
+        return await self._copier.copy(Direction.STORE, engine, slots, seal=seal, ready=backup.ready)
+
+    async def _finish(self, joint: Joint, model: Model, backup: Backup) -> Mapping[str, BackupOutcome]:
+        """Publish, or give back, when all parts are over."""
+        await asyncio.wait([joint.planned])
+        await asyncio.wait([joint.meeting.over])
+        filling = joint.planned.result()
+        if filling.fill is not None:
+            none = {name: np.zeros(len(p), dtype=bool) for name, (p, _) in filling.fill.placements.items()}
+            model.end_fill(filling.fill, none if joint.meeting.over.exception() else None)
+        model.index.unpin(filling.chain)
+        self._counters.backup_bytes += sum(joint.meeting.over.result())
+        namespace, tokens = model.namespace(backup.prompt), model.whole_pages(backup.prompt)
+        match = model.index.match(namespace, tokens)
+        model.index.touch(match.cursor, match.boundaries[HOST])
+        self._shelving.offer(model, namespace, tokens)
+        return {name: plan.outcome() for name, plan in filling.plans.items()}
 
     def _room(self, model: Model, plans: Mapping[str, Plan]) -> dict[str, SlotArray]:
         """Host slots for what the plans want, and the plans cut to what fits: whole-path components
@@ -176,12 +212,6 @@ class Backups:
             model.shelves[name].arena.free(surplus)
             got[name] = got[name][: len(plans[name].wanted)]
         return got
-
-    @staticmethod
-    def _touch(model: Model, namespace: Namespace, tokens: TokenArray) -> None:
-        match = model.index.match(namespace, tokens)
-        if match.boundaries[HOST]:
-            model.index.touch(match.cursor, match.boundaries[HOST])
 
     def _count(self, plans: Mapping[str, Plan]) -> None:
         for plan in plans.values():

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TypeVar
 
 import numpy as np
 
 from controller.backups import Backups
-from controller.copying import Copier
+from controller.copying import Copier, ReadyWaits
 from controller.counters import Counters
+from controller.groups import Engine, Group
 from controller.leases import LeaseTable
 from controller.memory.slab import HostSlab, SlabError
-from controller.models import HOST, STORAGE, Engine, HostMemory, Model
+from controller.models import HOST, STORAGE, HostMemory, Model
 from controller.prefetches import Prefetches
 from controller.reader import StorageReader
 from controller.requests import (
@@ -62,15 +63,18 @@ class HybridCacheController:
         settings: ControllerSettings,
         slab: HostSlab,
         scheduler: TransferScheduler,
+        ready: ReadyWaits | None = None,
     ) -> None:
+        """`ready`: waits for engines' GPU events; None where no GPU is used."""
         self.boot_id = uuid.uuid4().hex
         self.counters = Counters()
         self._settings = settings
         self._scheduler = scheduler
         self._host = HostMemory(slab, self.counters)
         self._engines: dict[str, Engine] = {}
+        self._groups: dict[str, Group] = {}
         self._leases = LeaseTable(settings.lease_s, self._now)
-        self._copier = Copier(scheduler, settings.copy_timeout_s)
+        self._copier = Copier(scheduler, settings.copy_timeout_s, ready)
         stack = StorageStack()
         self._shelving = Shelving(stack, self._host, settings, self.counters)
         self._backups = Backups(self._host, self._copier, self._shelving, self.counters)
@@ -99,34 +103,55 @@ class HybridCacheController:
         served or its id is taken."""
         if spec.engine_id in self._engines:
             raise InvalidRequest(f"engine_id: {spec.engine_id!r} is attached; detach it or use another id")
+        group_id = spec.group_id or spec.engine_id
+        if not 0 <= spec.rank < spec.ranks:
+            raise InvalidRequest(f"rank: {spec.rank} of {spec.ranks}; a rank is below the number of ranks")
         try:
             spec.layout.validate([region.nbytes for region in spec.regions])
-            model = self._host.model(spec.model, spec.revision, spec.layout)
+            model = self._host.model(spec.model, spec.revision, spec.layout, spec.ranks)
         except (LayoutError, SlabError) as error:
             raise InvalidRequest(str(error)) from error
-        self._engines[spec.engine_id] = Engine(spec, model, self._now())
+        group = self._groups.get(group_id) or Group(group_id, model)
+        if group.model is not model:
+            raise InvalidRequest(
+                f"group_id: {group_id!r} has another model, layout or number of ranks; all ranks must agree"
+            )
+        if spec.rank in group.members:
+            raise InvalidRequest(f"rank: {spec.rank} of group {group_id!r} is attached already")
+        self._groups[group_id] = group
+        engine = self._engines[spec.engine_id] = Engine(spec, model, self._now())
+        group.members[spec.rank] = engine
 
     async def detach(self, engine_id: str) -> None:
-        """Let an engine go: no new requests, its jobs drained, its leases and prefetches ended. After
-        this nothing reads or writes its regions."""
+        """Let an engine go: no new requests, its jobs drained, its leases and prefetches (its group's, where
+        it is one rank of several) ended. After this nothing reads or writes its regions."""
         engine = self._engines.get(engine_id)
         if engine is None:
             return
         engine.leaving = True
-        await self._prefetches.forget_engine(engine_id)
+        group = self._group(engine)
+        group.forget(f"rank {engine.spec.rank} has left")
+        await self._prefetches.forget_owner(group.group_id)
         if engine.jobs:
             await asyncio.wait(engine.jobs)
-        for lease in self._leases.of_engine(engine_id):
+        for lease in self._leases.of_owner(group.group_id):
             self._leases.release(lease)
         del self._engines[engine_id]
+        del group.members[engine.spec.rank]
+        if not group.members:
+            del self._groups[group.group_id]
 
     # -- the verbs -----------------------------------------------------------------------------------
 
     def lookup(self, lookup: Lookup) -> Found:
         """The deepest boundary over L1 and L2, with a lease on what must be loaded. In memory only."""
-        engine = self._engine(lookup.prompt.engine_id)
+        engine, group = self._whole(lookup.prompt.engine_id)
         self._check_components("device", lookup.device, engine.model)
-        model, prompt = engine.model, lookup.prompt
+        about = ("lookup", lookup.prompt.request_id)
+        return group.decide(engine.spec.rank, about, lambda: self._lookup(group, lookup))
+
+    def _lookup(self, group: Group, lookup: Lookup) -> Found:
+        model, prompt = group.model, lookup.prompt
         n_pages = len(prompt.tokens) // model.page_size
         limit = min(n_pages, lookup.limit_pages or n_pages)
         match = model.index.match(
@@ -137,14 +162,13 @@ class HybridCacheController:
         lease_id = ""
         if load:
             receipt = model.index.pin_pages(match.cursor, load, tier=HOST)
-            lease = self._leases.grant(
-                prompt.engine_id, prompt.request_id, model.index, match.cursor, receipt, load
-            )
-            lease_id = lease.lease_id
+            lease_id = self._leases.grant(
+                group.group_id, group.ranks, model.index, match.cursor, receipt, load
+            ).lease_id
             self.counters.leases_granted += 1
         if boundary:
             model.index.touch(match.cursor, min(boundary, match.n_pages))
-        self._prefetches.consumed(prompt.engine_id, prompt.request_id)
+        self._prefetches.consumed(group.group_id, prompt.request_id)
         self._count_lookup(model, limit, boundary, match.n_pages, load)
         return Found(
             lease_id=lease_id,
@@ -158,15 +182,15 @@ class HybridCacheController:
 
     def release(self, engine_id: str, lease_id: str) -> None:
         """End a lease. One that has ended already is fine: releasing twice is not an error here."""
-        self._engine(engine_id)
-        lease = self._leases.find(engine_id, lease_id)
+        engine = self._engine(engine_id)
+        lease = self._leases.find(self._group(engine).group_id, lease_id)
         if lease:
-            self._leases.release(lease)
+            self._leases.release(lease, engine.spec.rank)
 
     async def load(self, load: Load) -> int:
         """Copy leased host frames into the engine's slots; returns bytes when all have landed."""
-        engine = self._engine(load.engine_id)
-        lease = self._leases.find(load.engine_id, load.lease_id)
+        engine, group = self._whole(load.engine_id)
+        lease = self._leases.find(group.group_id, load.lease_id)
         if lease is None:
             raise Gone(f"lease_id: {load.lease_id!r} has ended or is not yours; look up again")
         self._check_components("components", load.components, engine.model)
@@ -174,19 +198,25 @@ class HybridCacheController:
             self._check_placement(engine, name, placement)
             if not np.isin(placement.pages, lease.pages.get(name, np.empty(0, np.int32))).all():
                 raise InvalidRequest(f"components[{name!r}].pages: not all are under lease {load.lease_id!r}")
+        self._copier.check(engine, load.ready, load.cells)
 
-        async def run() -> int:
+        async def copy() -> int:
             model = engine.model
             slots = {}
             for name, (pages, device) in ((n, (p.pages, p.slots)) for n, p in load.components.items()):
                 if len(pages):
                     host = model.index.slots(lease.cursor, name, HOST, 0, int(pages[-1]) + 1)[pages]
                     slots[name] = device, host
-            return await self._copier.copy(Direction.LOAD, engine, slots) if slots else 0
+            return await self._copier.copy(
+                Direction.LOAD, engine, slots, ready=load.ready, cells=load.cells
+            )
 
         self._leases.begin_use(lease)
         try:
-            nbytes = await self._job(engine, run())
+            step = group.meet(
+                engine.spec.rank, ("load", load.lease_id), 2 * self._settings.copy_timeout_s, copy()
+            )
+            nbytes = await self._job(engine, step)
         except TransferFailed:
             self.counters.load_failures += 1
             raise
@@ -199,7 +229,7 @@ class HybridCacheController:
 
     async def backup(self, backup: Backup) -> Mapping[str, BackupOutcome]:
         """Copy new pages from the engine's slots to host frames; returns when they can be read."""
-        engine = self._engine(backup.prompt.engine_id)
+        engine, group = self._whole(backup.prompt.engine_id)
         self._check_components("components", backup.components, engine.model)
         n_pages = len(backup.prompt.tokens) // engine.model.page_size
         for name, placement in backup.components.items():
@@ -209,25 +239,47 @@ class HybridCacheController:
                     f"components[{name!r}].pages: page {placement.pages[-1]} is beyond the prompt's "
                     f"{n_pages} whole pages"
                 )
+        self._copier.check(engine, backup.ready)
         try:
-            return await self._job(engine, self._backups.run(engine, backup))
+            return await self._job(engine, self._backups.run(group, engine, backup))
         except RequestError:
             self.counters.backup_failures += 1
             raise
 
     def prefetch(self, prefetch: Prefetch) -> str:
         """Start bringing a prompt's frames from storage; returns the prefetch's id."""
-        engine = self._engine(prefetch.lookup.prompt.engine_id)
+        engine, group = self._whole(prefetch.lookup.prompt.engine_id)
         self._check_components("device", prefetch.lookup.device, engine.model)
-        return self._prefetches.start(engine.model, prefetch)
+        return group.decide(
+            engine.spec.rank,
+            ("prefetch", prefetch.lookup.prompt.request_id),
+            lambda: self._prefetches.start(group.group_id, group.model, prefetch),
+        )
 
     async def wait_prefetch(self, engine_id: str, prefetch_id: str) -> Progress:
         """As long as the prefetch's policy says; then what a lookup can use."""
-        return await self._known_prefetch(engine_id, prefetch_id).wait(prefetch_id)
+        return await self._shared_progress(engine_id, prefetch_id, "wait", self._prefetches.wait)
 
     async def cancel_prefetch(self, engine_id: str, prefetch_id: str) -> Progress:
         """Stop a prefetch; returns when its last byte has landed."""
-        return await self._known_prefetch(engine_id, prefetch_id).cancel(prefetch_id)
+        return await self._shared_progress(engine_id, prefetch_id, "cancel", self._prefetches.cancel)
+
+    async def _shared_progress(
+        self,
+        engine_id: str,
+        prefetch_id: str,
+        verb: str,
+        ask: Callable[[str], Coroutine[None, None, Progress]],
+    ) -> Progress:
+        """One answer for all ranks."""
+        engine, group = self._whole(engine_id)
+
+        def begin() -> asyncio.Task[Progress]:
+            if not self._prefetches.knows(group.group_id, prefetch_id):
+                raise Gone(f"prefetch_id: {prefetch_id!r} has ended or is not yours; start another")
+            return asyncio.ensure_future(ask(prefetch_id))
+
+        return await asyncio.shield(group.decide(engine.spec.rank, (verb, prefetch_id), begin))
 
     # -- for operators -------------------------------------------------------------------------------
 
@@ -254,7 +306,7 @@ class HybridCacheController:
                     engine_id=engine_id,
                     model=engine.model.name,
                     attached_s=now - engine.attached_s,
-                    leases=sum(1 for _ in self._leases.of_engine(engine_id)),
+                    leases=sum(1 for _ in self._leases.of_owner(self._group(engine).group_id)),
                     jobs=len(engine.jobs),
                 )
                 for engine_id, engine in self._engines.items()
@@ -282,11 +334,15 @@ class HybridCacheController:
             raise UnknownEngine(f"engine_id: {engine_id!r} is not attached to this daemon; attach first")
         return engine
 
-    def _known_prefetch(self, engine_id: str, prefetch_id: str) -> Prefetches:
-        self._engine(engine_id)
-        if not self._prefetches.knows(engine_id, prefetch_id):
-            raise Gone(f"prefetch_id: {prefetch_id!r} has ended or is not yours; start another")
-        return self._prefetches
+    def _group(self, engine: Engine) -> Group:
+        return self._groups[engine.spec.group_id or engine.spec.engine_id]
+
+    def _whole(self, engine_id: str) -> tuple[Engine, Group]:
+        """An engine and its group, all ranks of which are here."""
+        engine = self._engine(engine_id)
+        group = self._group(engine)
+        group.require_whole()
+        return engine, group
 
     async def _job(self, engine: Engine, work: Coroutine[object, object, T]) -> T:
         """Run to the end whatever happens to the caller: bytes in flight belong to the job."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hicache.core.pins import Receipt
 from hicache.core.structure import Cursor
@@ -20,15 +20,17 @@ class Lease:
     """A pin with an owner and an end. While a transfer uses it, neither ends it."""
 
     lease_id: str
-    engine_id: str
-    request_id: str
+    owner: str
+    """The group that holds it."""
     index: Index
     cursor: Cursor
     receipt: Receipt
     pages: Mapping[str, PageArray]
     expires_s: float
+    holders: set[int]
+    """Ranks that have not released it."""
     users: int = 0
-    released: bool = field(default=False)
+    released: bool = False
 
 
 class LeaseTable:
@@ -45,8 +47,8 @@ class LeaseTable:
 
     def grant(
         self,
-        engine_id: str,
-        request_id: str,
+        owner: str,
+        ranks: int,
         index: Index,
         cursor: Cursor,
         receipt: Receipt,
@@ -54,16 +56,15 @@ class LeaseTable:
     ) -> Lease:
         """Take ownership of a receipt."""
         lease_id = f"lease-{next(self._ids)}"
-        lease = Lease(
-            lease_id, engine_id, request_id, index, cursor, receipt, pages, self._clock() + self._lease_s
-        )
+        expires_s = self._clock() + self._lease_s
+        lease = Lease(lease_id, owner, index, cursor, receipt, pages, expires_s, set(range(ranks)))
         self._leases[lease_id] = lease
         return lease
 
-    def find(self, engine_id: str, lease_id: str) -> Lease | None:
-        """The lease, or None when it has ended or belongs to another engine."""
+    def find(self, owner: str, lease_id: str) -> Lease | None:
+        """The lease, or None when it has ended or belongs to somebody else."""
         lease = self._leases.get(lease_id)
-        return lease if lease and lease.engine_id == engine_id and not lease.released else None
+        return lease if lease and lease.owner == owner and not lease.released else None
 
     def begin_use(self, lease: Lease) -> None:
         lease.users += 1
@@ -74,8 +75,13 @@ class LeaseTable:
         if lease.released and not lease.users:
             self._end(lease)
 
-    def release(self, lease: Lease) -> None:
-        """End the lease now, or when its last user is through."""
+    def release(self, lease: Lease, rank: int | None = None) -> None:
+        """One rank, or (None) all of them, need it no longer. With the last the lease ends, or when its
+        last user is through."""
+        if rank is not None:
+            lease.holders.discard(rank)
+            if lease.holders:
+                return
         lease.released = True
         if not lease.users:
             self._end(lease)
@@ -88,8 +94,8 @@ class LeaseTable:
             self._end(lease)
         return len(late)
 
-    def of_engine(self, engine_id: str) -> Iterator[Lease]:
-        return (lease for lease in list(self._leases.values()) if lease.engine_id == engine_id)
+    def of_owner(self, owner: str) -> Iterator[Lease]:
+        return (lease for lease in list(self._leases.values()) if lease.owner == owner)
 
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.lease_id]

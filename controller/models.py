@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from controller.counters import Counters
 from controller.memory.frames import FrameLayout
 from controller.memory.slab import HostArena, HostSlab
-from controller.requests import EngineSpec, PoolStatus, Prompt
+from controller.requests import PoolStatus, Prompt
 from hicache.core.audit import audit
-from hicache.core.identity import Namespace
+from hicache.core.identity import Namespace, storage_key
 from hicache.core.layout import Layout
 from hicache.core.reservations import Reservation
 from hicache.core.structure import Cursor
@@ -33,8 +33,31 @@ from hicache.core.words import (
     Tier,
     TokenArray,
 )
+from storage_backends.base import Item
 
 HOST, STORAGE = Tier.HOST, Tier.STORAGE
+
+
+@dataclass(frozen=True)
+class RankFrame:
+    """One rank's part of a host slot."""
+
+    rank: int
+    frames: FrameLayout
+    offset: int
+    """Where it begins in the slot, in bytes."""
+
+
+def rank_frames(layout: Layout, component: str, ranks: int) -> tuple[RankFrame, ...]:
+    """One frame per rank, one after the other; a rank all of whose pools are replicated has none."""
+    parts: list[RankFrame] = []
+    offset = 0
+    for rank in range(ranks):
+        frames = FrameLayout(layout, component, rank=rank)
+        if frames.payload_bytes:
+            parts.append(RankFrame(rank, frames, offset))
+            offset += frames.slot_bytes
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -43,8 +66,28 @@ class Shelf:
 
     name: str
     whole_path: bool
-    frames: FrameLayout
+    parts: tuple[RankFrame, ...]
     arena: HostArena
+
+    @property
+    def frame_bytes(self) -> int:
+        """Of one page, all ranks together."""
+        return sum(part.frames.frame_bytes for part in self.parts)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.arena.slot_bytes
+
+    def items(self, prefix: str, ranks: int, page_hash: bytes, offset: int) -> tuple[Item, ...]:
+        """The storage objects of a page whose host slot begins at `offset`, one per part."""
+        return tuple(
+            Item(
+                storage_key(prefix, self.name, part.rank, ranks, page_hash),
+                offset + part.offset,
+                part.frames.frame_bytes,
+            )
+            for part in self.parts
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,22 +106,24 @@ class Fill:
 class Model:
     """Everything kept for one model identity."""
 
-    def __init__(self, name: str, revision: str, layout: Layout, slab: HostSlab) -> None:
+    def __init__(self, name: str, revision: str, layout: Layout, ranks: int, slab: HostSlab) -> None:
         self.name = name
+        self.ranks = ranks
         self.revision = revision
         self.layout = layout
         self.fingerprint = layout.fingerprint()
         self.page_size = layout.page_size
         components = layout.index_components()
         self.index = Index(layout.page_size, components, (HOST, STORAGE))
-        frames = {spec.name: FrameLayout(layout, spec.name) for spec in layout.components}
-        slab.plan([one.slot_bytes for one in frames.values()])
+        parts = {spec.name: rank_frames(layout, spec.name, ranks) for spec in layout.components}
+        slot_bytes = {name: sum(part.frames.slot_bytes for part in one) for name, one in parts.items()}
+        slab.plan(list(slot_bytes.values()))
         self.shelves = {
             component.name: Shelf(
                 component.name,
                 component.coverage.whole_path,
-                frames[component.name],
-                slab.arena(frames[component.name].slot_bytes),
+                parts[component.name],
+                slab.arena(slot_bytes[component.name]),
             )
             for component in components
         }
@@ -90,6 +135,10 @@ class Model:
         return Namespace(
             self.name, self.revision, self.fingerprint, self.page_size, prompt.adapter, prompt.salt
         )
+
+    def whole_pages(self, prompt: Prompt) -> TokenArray:
+        """The prompt without its tail."""
+        return prompt.tokens[: len(prompt.tokens) // self.page_size * self.page_size]
 
     def held(self, cursor: Cursor, component: str, n_pages: int) -> NDArray[np.uint8]:
         """Host residency of the first `n_pages` pages, ABSENT beyond what the index knows."""
@@ -141,14 +190,20 @@ class Model:
             del self._filling[name, hashes[0].tobytes()]
         fill.ended.set_result(None)
 
-    def running_fill(self, cursor: Cursor, n_pages: int) -> asyncio.Future[None] | None:
-        """A fill that is bringing in one of the first `n_pages` pages of this path, or None.
+    async def fills_ended(self, namespace: Namespace, tokens: TokenArray) -> None:
+        """Return when nobody is bringing in a page of this path."""
+        while running := self._running_fill(namespace, tokens):
+            await asyncio.shield(running)
+
+    def _running_fill(self, namespace: Namespace, tokens: TokenArray) -> asyncio.Future[None] | None:
+        """A fill that is bringing in a page of this path, or None.
 
         A fill's first page of a component is an ancestor of all its pages, so the first INBOUND page
         of a path is some fill's first page.
         """
+        cursor = self.index.match(namespace, tokens).cursor
         for name in self.shelves:
-            inbound = np.flatnonzero(self.held(cursor, name, n_pages) == Residency.INBOUND)
+            inbound = np.flatnonzero(self.held(cursor, name, cursor.boundary) == Residency.INBOUND)
             if inbound.size:
                 page = int(inbound[0])
                 return self._filling[name, self.index.hashes(cursor, page, page + 1).tobytes()]
@@ -166,25 +221,12 @@ class Model:
             yield PoolStatus(
                 model=self.name,
                 component=name,
-                frame_bytes=shelf.frames.frame_bytes,
+                frame_bytes=shelf.frame_bytes,
                 resident_pages=self.index.resident(name, HOST) - inbound,
                 inbound_pages=inbound,
                 pinned_pages=self.index.pinned(name, HOST),
                 stored_pages=self.index.resident(name, STORAGE),
             )
-
-
-class Engine:
-    """An attached engine: its memory, in its own layout, and its running jobs."""
-
-    def __init__(self, spec: EngineSpec, model: Model, attached_s: float) -> None:
-        self.spec = spec
-        self.model = model
-        self.attached_s = attached_s
-        self.frames = {name: FrameLayout(spec.layout, name) for name in model.shelves}
-        """Where this engine keeps a frame's planes: strides and sizes differ between engines of a model."""
-        self.jobs: set[asyncio.Task[object]] = set()
-        self.leaving = False
 
 
 class HostMemory:
@@ -193,7 +235,7 @@ class HostMemory:
     def __init__(self, slab: HostSlab, counters: Counters) -> None:
         self._slab = slab
         self._counters = counters
-        self._models: dict[tuple[str, str, bytes], Model] = {}
+        self._models: dict[tuple[str, str, bytes, int], Model] = {}
 
     @property
     def capacity_bytes(self) -> int:
@@ -207,12 +249,12 @@ class HostMemory:
     def models(self) -> tuple[Model, ...]:
         return tuple(self._models.values())
 
-    def model(self, name: str, revision: str, layout: Layout) -> Model:
+    def model(self, name: str, revision: str, layout: Layout, ranks: int) -> Model:
         """The model of this identity, made at first sight. Raises SlabError when a frame cannot fit."""
-        key = (name, revision, layout.fingerprint())
+        key = (name, revision, layout.fingerprint(), ranks)
         found = self._models.get(key)
         if found is None:
-            found = self._models[key] = Model(name, revision, layout, self._slab)
+            found = self._models[key] = Model(name, revision, layout, ranks, self._slab)
         return found
 
     def take(self, model: Model, component: str, n_pages: int) -> SlotArray:

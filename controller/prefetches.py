@@ -84,6 +84,8 @@ def choose(
 class Run:
     """One prefetch from its start until its result is forgotten."""
 
+    owner: str
+    """The group that asked."""
     request: Prefetch
     model: Model
     namespace: Namespace
@@ -98,10 +100,6 @@ class Run:
     reason: str = ""
     receipts: list[Receipt] = field(default_factory=list)
     """Pins on what arrived and on what it needs."""
-
-    @property
-    def engine_id(self) -> str:
-        return self.request.lookup.prompt.engine_id
 
     @property
     def n_pages(self) -> int:
@@ -151,11 +149,12 @@ class Prefetches:
         self._runs: dict[str, tuple[Run, asyncio.Task[None]]] = {}
         self._ids = itertools.count(1)
 
-    def start(self, model: Model, request: Prefetch) -> str:
+    def start(self, owner: str, model: Model, request: Prefetch) -> str:
         lookup = request.lookup
         n_pages = len(lookup.prompt.tokens) // model.page_size
         n_pages = min(n_pages, lookup.limit_pages or n_pages)
         run = Run(
+            owner,
             request,
             model,
             model.namespace(lookup.prompt),
@@ -167,8 +166,8 @@ class Prefetches:
         self._counters.prefetches += 1
         return prefetch_id
 
-    def knows(self, engine_id: str, prefetch_id: str) -> bool:
-        return prefetch_id in self._runs and self._runs[prefetch_id][0].engine_id == engine_id
+    def knows(self, owner: str, prefetch_id: str) -> bool:
+        return prefetch_id in self._runs and self._runs[prefetch_id][0].owner == owner
 
     async def wait(self, prefetch_id: str) -> Progress:
         """As long as the policy says; what has not arrived then is no longer read for this request."""
@@ -189,16 +188,16 @@ class Prefetches:
         await asyncio.wait([task])
         return self._progress(run)
 
-    def consumed(self, engine_id: str, request_id: str) -> None:
+    def consumed(self, owner: str, request_id: str) -> None:
         """The engine has looked up: what was kept for the request is ordinary from now on."""
         for prefetch_id, (run, _) in list(self._runs.items()):
-            if run.engine_id == engine_id and run.request.lookup.prompt.request_id == request_id:
+            if run.owner == owner and run.request.lookup.prompt.request_id == request_id:
                 self._forget(prefetch_id)
 
-    async def forget_engine(self, engine_id: str) -> None:
-        """Stop the engine's prefetches and return when their last bytes have landed."""
+    async def forget_owner(self, owner: str) -> None:
+        """Stop a group's prefetches and return when their last bytes have landed."""
         for prefetch_id, (run, _) in list(self._runs.items()):
-            if run.engine_id == engine_id:
+            if run.owner == owner:
                 await self.cancel(prefetch_id)
                 self._forget(prefetch_id)
 
@@ -247,19 +246,19 @@ class Prefetches:
         chosen boundary needs and host memory has."""
         hashes = page_hashes(run.namespace.seed(), run.tokens, run.model.page_size)
         asked = {name: np.flatnonzero(~held).astype(np.int32) for name, held in run.available().items()}
-        stored, complete = await self._reader.stored(hashes, asked)
+        stored, complete = await self._reader.stored(run.model, hashes, asked)
         if complete:
             self._reader.remember(run.model, run.namespace, run.tokens, asked, stored)
         else:
             run.reason = "storage"
-        await self._others_ended(run)
+        await run.model.fills_ended(run.namespace, run.tokens)  # join others rather than read twice
         model = run.model
         choice = choose(
             model.coverages,
             run.available(),
             stored,
             self._settings.prefetch_threshold_pages,
-            {name: shelf.frames.slot_bytes for name, shelf in model.shelves.items()},
+            {name: shelf.slot_bytes for name, shelf in model.shelves.items()},
             int(self._host.capacity_bytes * self._settings.prefetch_host_share) - self._held_bytes,
         )
         run.storage_boundary = choice.storage_boundary
@@ -282,20 +281,11 @@ class Prefetches:
             needed[name] = (start + np.flatnonzero(ready)).astype(np.int32)
         return needed
 
-    async def _others_ended(self, run: Run) -> None:
-        """Join others that bring in pages of this path rather than read them twice."""
-        while not run.stopping.is_set():
-            cursor = run.model.index.match(run.namespace, run.tokens).cursor
-            running = run.model.running_fill(cursor, run.n_pages)
-            if running is None:
-                return
-            await asyncio.shield(running)
-
     async def _read(self, run: Run, wanted: Mapping[str, PageArray]) -> None:
         """Several batches at a time: windows and checkpoints first, without which the rest serves nothing,
         then whole-path pages from the start."""
         model = run.model
-        nbytes = sum(len(pages) * model.shelves[name].frames.slot_bytes for name, pages in wanted.items())
+        nbytes = sum(len(pages) * model.shelves[name].slot_bytes for name, pages in wanted.items())
         batches = self._batches(model, wanted)
         self._held_bytes += nbytes
         try:
@@ -326,7 +316,7 @@ class Prefetches:
 
     def _batches(self, model: Model, wanted: Mapping[str, PageArray]) -> Iterator[tuple[str, PageArray]]:
         for name in sorted(wanted, key=lambda name: model.shelves[name].whole_path):
-            frame_bytes = model.shelves[name].frames.slot_bytes
+            frame_bytes = model.shelves[name].slot_bytes
             per_batch = max(1, self._settings.storage_batch_bytes // frame_bytes)
             for start in range(0, len(wanted[name]), per_batch):
                 yield name, wanted[name][start : start + per_batch]

@@ -7,8 +7,9 @@ nothing about which frames are worth reading.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -17,8 +18,8 @@ from controller.models import HostMemory, Model
 from controller.settings import ControllerSettings
 from controller.storage import StorageStack
 from controller.transfers.scheduler import TransferScheduler
-from hicache.core.identity import Namespace, storage_key
-from hicache.core.words import BoolArray, HashArray, PageArray, Residency, TokenArray
+from hicache.core.identity import Namespace
+from hicache.core.words import BoolArray, HashArray, PageArray, Residency, SlotArray, TokenArray
 from storage_backends.base import Item, Outcome
 
 
@@ -49,23 +50,27 @@ class StorageReader:
         self._counters = counters
 
     async def stored(
-        self, hashes: HashArray, asked: Mapping[str, PageArray]
+        self, model: Model, hashes: HashArray, asked: Mapping[str, PageArray]
     ) -> tuple[dict[str, BoolArray], bool]:
-        """One batched existence query: per component, which of the asked pages storage holds, one
-        entry per page of the prompt; and whether storage could answer for all of them."""
+        """One batched existence query: per component, which of the asked pages storage holds for every
+        rank, one entry per page of the prompt; and whether storage could answer for all of them."""
         keys = [
-            self._key(name, hashes[page].tobytes())
+            item.key
             for name, pages in asked.items()
             for page in pages.tolist()
+            for item in self._items(model, name, hashes[page].tobytes(), 0)
         ]
         found = {name: np.zeros(len(hashes), dtype=bool) for name in asked}
         if not keys:
             return found, True
         outcomes = await self._stack.contains(keys, timeout_s=self._settings.storage_timeout_s)
-        answers = iter(outcomes)
+        present = np.array([outcome is Outcome.OK for outcome in outcomes])
+        start = 0
         for name, pages in asked.items():
-            for page in pages.tolist():
-                found[name][page] = next(answers) is Outcome.OK
+            per_page = len(model.shelves[name].parts)
+            stop = start + per_page * len(pages)
+            found[name][pages] = present[start:stop].reshape(len(pages), per_page).all(axis=1)
+            start = stop
         return found, Outcome.FAILED not in outcomes
 
     async def fetch(
@@ -79,7 +84,7 @@ class StorageReader:
     ) -> Fetched:
         """Bring one component's pages to host memory, as many as fit, evicting on demand. Must not be
         cancelled: bytes in flight would lose their owner."""
-        index, shelf = model.index, model.shelves[name]
+        index = model.index
         n_pages = len(tokens) // model.page_size
         held = model.held(index.match(namespace, tokens).cursor, name, n_pages)[pages]
         missing = pages[held == Residency.ABSENT]
@@ -91,34 +96,55 @@ class StorageReader:
             fill = model.begin_fill(namespace, tokens, {name: (missing, slots)})
             good = np.zeros(len(missing), dtype=bool)
             try:
-                hashes = fill.hashes[name]
-                items = [
-                    Item(self._key(name, row.tobytes()), offset, shelf.frames.frame_bytes)
-                    for row, offset in zip(hashes, shelf.arena.offsets(slots).tolist(), strict=True)
-                ]
-                transfer = await self._stack.read(items, timeout_s=timeout_s)
-                await asyncio.shield(transfer.settled)  # until then a byte may still land in these slots
-                good = np.array([outcome is Outcome.OK for outcome in transfer.outcomes])
-                wrong = np.array([outcome is Outcome.WRONG_SIZE for outcome in transfer.outcomes])
-                addresses = shelf.arena.addresses(slots)
-                intact = np.zeros(len(missing), dtype=bool)
-                intact[good] = await asyncio.wrap_future(
-                    self._scheduler.run(
-                        lambda: shelf.frames.verify(addresses[good], hashes[good], missing[good])
-                    )
-                )
-                corrupt, good = wrong | (good & ~intact), intact
-                self._count(transfer.outcomes, int(corrupt.sum()), int(good.sum()), shelf.frames.frame_bytes)
-                if corrupt.any():
-                    await self._stack.delete(
-                        [item.key for item, bad in zip(items, corrupt, strict=True) if bad],
-                        timeout_s=self._settings.storage_timeout_s,
-                    )
+                good = await self._read(model, name, fill.hashes[name], missing, slots, timeout_s)
             finally:
                 model.end_fill(fill, {name: good})
             self._remember(model, namespace, tokens, name, missing, good)
             arrived = np.union1d(arrived, missing[good]).astype(np.int32)
         return Fetched(arrived, no_room)
+
+    async def _read(
+        self,
+        model: Model,
+        name: str,
+        hashes: HashArray,
+        pages: PageArray,
+        slots: SlotArray,
+        timeout_s: float,
+    ) -> BoolArray:
+        """Read every rank's frame of these pages into their slots; which pages are whole and right."""
+        shelf = model.shelves[name]
+        per_page = [
+            self._items(model, name, row.tobytes(), offset)
+            for row, offset in zip(hashes, shelf.arena.offsets(slots).tolist(), strict=True)
+        ]
+        items = [item for one in per_page for item in one]
+        transfer = await self._stack.read(items, timeout_s=timeout_s)
+        await asyncio.shield(transfer.settled)  # until then a byte may still land in these slots
+
+        def became(outcome: Outcome) -> BoolArray:
+            """Shape (pages, parts)."""
+            return np.array([one is outcome for one in transfer.outcomes]).reshape(len(pages), -1)
+
+        arrived = became(Outcome.OK)
+        intact = np.zeros_like(arrived)
+        addresses = shelf.arena.addresses(slots)
+        for i, part in enumerate(shelf.parts):
+            read = arrived[:, i]
+            at = addresses[read] + np.uint64(part.offset)
+            verify = partial(part.frames.verify, at, hashes[read], pages[read])
+            intact[read, i] = await asyncio.wrap_future(self._scheduler.run(verify))
+        corrupt = became(Outcome.WRONG_SIZE) | (arrived & ~intact)
+        good: BoolArray = np.all(intact, axis=1)
+        self._counters.prefetch_read_pages += int(good.sum())
+        self._counters.prefetch_read_bytes += int(good.sum()) * shelf.frame_bytes
+        self._counters.prefetch_corrupt_pages += int(corrupt.any(axis=1).sum())
+        self._counters.prefetch_absent_pages += int(became(Outcome.ABSENT).any(axis=1).sum())
+        self._counters.prefetch_failed_pages += int(became(Outcome.FAILED).any(axis=1).sum())
+        if corrupt.any():
+            bad = [item.key for item, wrong in zip(items, corrupt.ravel(), strict=True) if wrong]
+            await self._stack.delete(bad, timeout_s=self._settings.storage_timeout_s)
+        return good
 
     def remember(
         self,
@@ -141,12 +167,5 @@ class StorageReader:
         model.index.mark_stored(cursor, name, pages[known & stored])
         model.index.forget_stored(cursor, name, pages[known & ~stored])
 
-    def _key(self, name: str, page_hash: bytes) -> str:
-        return storage_key(self._settings.storage_prefix, name, 0, 1, page_hash)
-
-    def _count(self, outcomes: Sequence[Outcome], n_corrupt: int, n_good: int, frame_bytes: int) -> None:
-        self._counters.prefetch_read_pages += n_good
-        self._counters.prefetch_read_bytes += n_good * frame_bytes
-        self._counters.prefetch_corrupt_pages += n_corrupt
-        self._counters.prefetch_absent_pages += sum(outcome is Outcome.ABSENT for outcome in outcomes)
-        self._counters.prefetch_failed_pages += sum(outcome is Outcome.FAILED for outcome in outcomes)
+    def _items(self, model: Model, name: str, page_hash: bytes, offset: int) -> tuple[Item, ...]:
+        return model.shelves[name].items(self._settings.storage_prefix, model.ranks, page_hash, offset)

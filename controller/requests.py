@@ -55,8 +55,8 @@ class MappedRegion:
 
 @dataclass(frozen=True)
 class ReadyEvent:
-    """A CUDA event of the engine (IPC handle), on a device (UUID): the engine recorded it before it asked, and
-    its slots may be touched when it has happened."""
+    """A CUDA event of the engine (IPC handle), on a device (UUID): recorded before the engine asked; its
+    slots may be touched when it has happened."""
 
     device: bytes
     handle: bytes

@@ -19,7 +19,7 @@ from controller.counters import Counters
 from controller.models import HOST, STORAGE, Model
 from controller.settings import ControllerSettings
 from controller.storage import Member
-from hicache.core.identity import Namespace, storage_key
+from hicache.core.identity import Namespace
 from hicache.core.structure import Cursor
 from hicache.core.words import Residency, TokenArray
 from storage_backends.base import Item, Outcome
@@ -29,12 +29,17 @@ FIRST_RETRY_S = 0.1
 
 
 class Frame(NamedTuple):
-    """One frame due for storage."""
+    """One page of one component due for storage."""
 
     page: int
     component: str
     slot: int
-    item: Item
+    items: tuple[Item, ...]
+    """One object per rank."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
 
 
 @dataclass(eq=False)
@@ -49,7 +54,7 @@ class Due:
 
     @property
     def nbytes(self) -> int:
-        return sum(frame.item.nbytes for frame in self.frames)
+        return sum(frame.nbytes for frame in self.frames)
 
 
 class StorageWriter:
@@ -143,15 +148,17 @@ class StorageWriter:
             by_component.setdefault(frame.component, []).append(frame.page)
         pages = {name: np.array(found, dtype=np.int32) for name, found in by_component.items()}
         receipt = index.pin_pages(cursor, pages, tier=HOST)
-        items = [frame.item for frame in live]
+        items = [item for frame in live for item in frame.items]
         transfer = await self._member.move("write", items, self._settings.storage_timeout_s)
         transfer.settled.add_done_callback(lambda _: index.unpin(receipt))
-        tried = [outcome is not Outcome.FAILED for outcome in transfer.outcomes]
-        ended = live[: tried.index(False)] if False in tried else live  # behind a failure nothing counts
-        stored = [f for f, outcome in zip(ended, transfer.outcomes, strict=False) if outcome is Outcome.OK]
+        answers = iter(transfer.outcomes)
+        became = [[next(answers) for _ in frame.items] for frame in live]
+        failed = [Outcome.FAILED in outcomes for outcomes in became]
+        ended = live[: failed.index(True)] if True in failed else live  # behind a failure nothing counts
+        stored = [f for f, outcomes in zip(ended, became, strict=False) if set(outcomes) == {Outcome.OK}]
         self._mark(due, stored)
         self._counters.storage_written_pages += len(stored)
-        self._counters.storage_written_bytes += sum(frame.item.nbytes for frame in stored)
+        self._counters.storage_written_bytes += sum(frame.nbytes for frame in stored)
         self._counters.storage_write_dropped_full_pages += len(ended) - len(stored)
         return len(batch) if len(ended) == len(live) else batch.index(live[len(ended)])
 
@@ -189,8 +196,8 @@ def due_frames(model: Model, namespace: Namespace, tokens: TokenArray, prefix: s
         slots = index.slots(cursor, name, HOST, 0, cursor.boundary)[pages]
         offsets = shelf.arena.offsets(slots)
         for page, slot, offset in zip(pages.tolist(), slots.tolist(), offsets.tolist(), strict=True):
-            key = storage_key(prefix, name, 0, 1, hashes[page].tobytes())
-            frames.append(Frame(page, name, slot, Item(key, offset, shelf.frames.frame_bytes)))
+            items = shelf.items(prefix, model.ranks, hashes[page].tobytes(), offset)
+            frames.append(Frame(page, name, slot, items))
     frames.sort(key=lambda frame: frame.page)
     return frames
 
@@ -199,9 +206,9 @@ def batches(frames: Sequence[Frame], most_bytes: int) -> Iterator[Sequence[Frame
     """Cut frames into runs of at most `most_bytes` (one frame at least), in order."""
     start, nbytes = 0, 0
     for at, frame in enumerate(frames):
-        if at > start and nbytes + frame.item.nbytes > most_bytes:
+        if at > start and nbytes + frame.nbytes > most_bytes:
             yield frames[start:at]
             start, nbytes = at, 0
-        nbytes += frame.item.nbytes
+        nbytes += frame.nbytes
     if frames:
         yield frames[start:]

@@ -207,3 +207,8 @@ async def until(met: Callable[[], bool], within_s: float = 20.0) -> None:
     async with asyncio.timeout(within_s):
         while not met():  # noqa: ASYNC110 - nothing tells when a counter changes
             await asyncio.sleep(0.005)
+
+
+async def emptied(controller: HybridCacheController) -> None:
+    """Flush until host memory is empty: what was just written may be pinned for a moment more."""
+    await until(lambda: controller.flush()[1] == 0)

@@ -10,7 +10,7 @@ import pytest
 from controller.requests import Load, Lookup, Placement, PrefetchState
 from controller.settings import ControllerSettings
 from storage_backends.specs import BackendSpec, MemorySpec
-from tests.controller.rig import MIB, Rig, TaggedEngine, until
+from tests.controller.rig import MIB, Rig, TaggedEngine, emptied, until
 from tests.tagged import prompt
 
 MEMORY = MemorySpec(capacity_bytes=64 * MIB)
@@ -72,7 +72,7 @@ async def test_storage_gives_back_what_host_memory_has_lost(rig: Rig, kind: str)
     tokens = prompt(5, 40)
     await engine.backup(tokens, engine.all_pages(tokens))
     await until(lambda: controller.counters.storage_written_pages == 21)
-    assert controller.flush() == (21, 0)
+    await emptied(controller)
     found = engine.lookup(tokens)
     assert (found.boundary, found.storage_boundary) == (0, 10)
     progress = await engine.prefetch(tokens)

@@ -15,7 +15,7 @@ from hicache.core.identity import storage_key
 from storage_backends.faults import Fault, FaultKind, FaultySpec
 from storage_backends.messages import WorkerSpec
 from storage_backends.specs import FileSpec, MemorySpec
-from tests.controller.rig import MIB, Rig, TaggedEngine, until
+from tests.controller.rig import MIB, Rig, TaggedEngine, emptied, until
 from tests.tagged import hashes_of, prompt
 
 MEMORY = MemorySpec(capacity_bytes=64 * MIB)
@@ -53,7 +53,7 @@ async def test_every_writable_tier_gets_everything_and_the_first_is_read(rig: Ri
     engine = TaggedEngine(controller)
     await engine.backup(TOKENS, engine.all_pages(TOKENS))
     await until(lambda: controller.counters.storage_written_pages == 2 * ALL)
-    controller.flush()
+    await emptied(controller)
     assert (await engine.prefetch(TOKENS)).boundary == 10
     assert (first.counters()["read_ok"], second.counters()["read_ok"]) == (13, 0)
     assert await engine.load_and_check(TOKENS) == 10
@@ -69,7 +69,7 @@ async def test_what_the_first_tier_lacks_comes_from_the_next(rig: Rig) -> None:
     engine = TaggedEngine(controller)
     await engine.backup(TOKENS, engine.all_pages(TOKENS))
     await until(lambda: controller.counters.storage_written_pages == 2 * ALL)
-    controller.flush()
+    await emptied(controller)
     assert (await engine.prefetch(TOKENS)).boundary == 10
     assert 0 < second.counters()["read_ok"] < 13
     assert await engine.load_and_check(TOKENS) == 10
@@ -87,7 +87,7 @@ async def test_a_frozen_tier_does_not_hold_up_the_other(rig: Rig, tmp_path: Path
     await until(lambda: controller.counters.storage_written_pages == ALL)
     assert await engine.load_and_check(TOKENS) == 10
     await until(lambda: any("frozen" in problem for problem in controller.status().problems))
-    controller.flush()
+    controller.flush()  # but for what the frozen write still reads
     assert (await engine.prefetch(TOKENS)).boundary == 10
     assert await engine.load_and_check(TOKENS) == 10
     gate(tmp_path, closed=False)
@@ -109,7 +109,7 @@ async def test_a_queue_waits_out_an_outage(rig: Rig, tmp_path: Path) -> None:
     gate(tmp_path, closed=False)
     await until(lambda: controller.counters.storage_written_pages >= 6 * ALL)
     assert controller.counters.storage_write_dropped_failed_pages == 0
-    controller.flush()
+    await emptied(controller)
     for tokens in prompts:
         assert (await engine.prefetch(tokens)).boundary == 10
         assert await engine.load_and_check(tokens) == 10
@@ -141,7 +141,7 @@ async def test_a_page_that_cannot_be_written_is_given_up_with_what_follows(rig: 
     counters = controller.counters
     await until(lambda: counters.storage_write_dropped_failed_pages > 0)
     assert counters.storage_written_pages + counters.storage_write_dropped_failed_pages == ALL + 2
-    controller.flush()
+    await emptied(controller)
     assert (await engine.prefetch(TOKENS)).storage_boundary == 4
     assert await engine.load_and_check(TOKENS) == 4
 
@@ -200,7 +200,7 @@ async def test_a_hanging_tier_is_detached_by_force_within_its_bound(rig: Rig, tm
     engine = TaggedEngine(controller)
     await engine.backup(TOKENS, engine.all_pages(TOKENS))
     await until(lambda: controller.counters.storage_written_pages == ALL)
-    controller.flush()
+    await emptied(controller)
     gate(tmp_path, closed=True)
     reading = asyncio.create_task(engine.prefetch(TOKENS, PrefetchPolicy.TIMEOUT, timeout_s=2.0))
     other = prompt(2, 40)

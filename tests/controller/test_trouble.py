@@ -17,7 +17,7 @@ from controller.transfers.copies import CopyTable
 from controller.transfers.cpu import CpuCopyEngine
 from hicache.core.identity import storage_key
 from storage_backends.base import Outcome
-from tests.controller.rig import Rig, TaggedEngine, until
+from tests.controller.rig import Rig, TaggedEngine, emptied, until
 from tests.tagged import hashes_of, prompt
 
 TOKENS = prompt(1, 40)
@@ -30,7 +30,7 @@ async def stored(rig: Rig) -> tuple[HybridCacheController, TaggedEngine, list[Pa
     engine = TaggedEngine(controller)
     await engine.backup(TOKENS, engine.all_pages(TOKENS))
     await until(lambda: controller.counters.storage_written_pages == ALL)
-    controller.flush()
+    await emptied(controller)
     files = [
         path for path in Path(rig.file_spec.path).rglob("*") if path.is_file() and path.stat().st_size > 128
     ]
@@ -72,7 +72,7 @@ async def test_a_lost_object_lowers_the_boundary_to_what_is_whole(rig: Rig) -> N
     engine = TaggedEngine(controller)
     await engine.backup(TOKENS, engine.all_pages(TOKENS, checkpoints=[4, 8]))
     await until(lambda: controller.counters.storage_written_pages == ALL + 1)
-    controller.flush()
+    await emptied(controller)
     progress = await engine.prefetch(TOKENS)
     assert (progress.boundary, progress.storage_boundary) == (8, 8)
     assert await engine.load_and_check(TOKENS) == 8
@@ -81,7 +81,7 @@ async def test_a_lost_object_lowers_the_boundary_to_what_is_whole(rig: Rig) -> N
         key = storage_key("hicache", "mamba", 0, 1, hashes[checkpoint])
         assert rig.tier is not None
         assert await rig.tier.delete([key], timeout_s=5) == [Outcome.OK]
-        controller.flush()
+        await emptied(controller)
         progress = await engine.prefetch(TOKENS)
         assert (progress.boundary, progress.storage_boundary) == (left, left)
         assert progress.wanted_pages == (4 + 2 + 1 if left else 0)
