@@ -1,0 +1,220 @@
+"""MooncakeBackend: frames in a Mooncake pool, moved between it and the registered host slab without a copy.
+
+Owns the ranges that the library may touch, the parts that a batch goes in, and what codes mean. A read or
+write returns only when the library has: until then bytes may land. Absent objects, lost nodes and a lost
+master are told apart; nothing is retried but a write that made a full pool evict.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from storage_backends.base import Item, Outcome, StorageBackend, StorageError, Usage
+from storage_backends.mooncake import codes
+from storage_backends.mooncake.address import host_and_port, takes_connections
+from storage_backends.mooncake.client import PREFLIGHT_S, Client, connect
+from storage_backends.mooncake.keeper import Keeper
+from storage_backends.mooncake.library import Library, takes_key
+from storage_backends.mooncake.master import EmbeddedMaster
+from storage_backends.mooncake.queries import Queries
+from storage_backends.mooncake.slices import SliceBudget, parts
+from storage_backends.specs import MooncakeSpec
+
+EVICTION_S = 0.03
+"""A refused write makes the master evict, within 10 ms; after this it is tried once more."""
+MOST_KEYS = 8192
+"""Keys in one question."""
+_LIBRARY_GAVE_UP_S = 55.0
+"""The library gives a transfer up after 60 s, without knowing that it has ended."""
+
+Connect = Callable[[], Client]
+Part = Sequence[tuple[int, Item]]
+
+
+class MooncakeBackend(StorageBackend):
+    """A pure client of a pool, a client that also gives it memory, or a pool of its own."""
+
+    def __init__(self, spec: MooncakeSpec, connect_client: Connect | None = None) -> None:
+        """Raises StorageError when no master can be reached or the pool does not work."""
+        self._spec = spec
+        self._library = Library(spec)
+        self._master = EmbeddedMaster() if spec.embedded else None
+        self._address = self._size_bytes = 0
+        self._pinned: ctypes.Array[ctypes.c_char] | None = None
+        """Keeps the buffer exported while the library may touch it."""
+        self._budget = SliceBudget(spec.slices)
+        self._queries = Queries(spec.op_timeout_s)
+        self._keeper = Keeper(connect_client or self._connected, self._answers, self._master)
+
+    def _connected(self) -> Client:
+        segment_bytes = self._spec.capacity_bytes if self._spec.embedded else self._spec.segment_bytes
+        return connect(self._library, self._spec, self._master_address(), segment_bytes)
+
+    def _answers(self) -> bool:
+        return takes_connections(self._master_address(), PREFLIGHT_S)
+
+    def _master_address(self) -> str:
+        return self._master.address if self._master is not None else self._spec.master
+
+    def register(self, buffer: memoryview) -> None:
+        self._pinned = (ctypes.c_char * buffer.nbytes).from_buffer(buffer)
+        self._address, self._size_bytes = ctypes.addressof(self._pinned), buffer.nbytes
+        self._keeper.register(self._address, self._size_bytes)
+
+    def contains(self, keys: Sequence[str]) -> list[Outcome]:
+        return self._ask(keys, lambda client, asked: client.presence(asked), codes.of_presence)
+
+    def delete(self, keys: Sequence[str]) -> list[Outcome]:
+        return self._ask(keys, lambda client, asked: client.remove(asked), codes.of_removal)
+
+    def read(self, items: Sequence[Item]) -> list[Outcome]:
+        return self._move(items, self._read_part)
+
+    def write(self, items: Sequence[Item]) -> list[Outcome]:
+        return self._move(items, self._write_part, least_bytes=1)
+
+    def usage(self) -> Usage:
+        """Of the whole pool, also what others hold there."""
+        metrics = self._master.metrics if self._master is not None else self._spec.metrics
+        return _pool_usage(metrics, self._spec.op_timeout_s) if metrics else Usage(0, 0, 0)
+
+    def ping(self) -> None:
+        self.contains(["hicache-probe"])
+        if self._keeper.problem:
+            raise StorageError(self._keeper.problem)
+
+    def close(self) -> None:
+        self._keeper.close()
+        self._queries.close()
+        self._pinned = None
+
+    # questions
+
+    def _ask(
+        self,
+        keys: Sequence[str],
+        call: Callable[[Client, list[str]], list[int]],
+        meaning: Callable[[int], Outcome],
+    ) -> list[Outcome]:
+        """The call runs in a thread that is left behind when it is late: it touches no buffer."""
+        client = self._keeper.client()
+        outcomes = [Outcome.FAILED] * len(keys)
+        places = [place for place, key in enumerate(keys) if takes_key(key)]
+        for begin in range(0, len(places), MOST_KEYS):
+            asked = places[begin : begin + MOST_KEYS]
+            texts = [keys[place] for place in asked]
+            said = self._queries.ask(lambda texts=texts: call(client, texts))  # type: ignore[misc]
+            for place, code in zip(asked, said, strict=True):
+                outcomes[place] = meaning(code)
+        return outcomes
+
+    # batches
+
+    def _move(
+        self,
+        items: Sequence[Item],
+        move_part: Callable[[Client, Part], list[Outcome]],
+        least_bytes: int = 0,
+    ) -> list[Outcome]:
+        """Part by part; what has not begun in time is not begun. The pool holds no empty objects."""
+        ends_s = time.monotonic() + self._spec.op_timeout_s
+        client = self._keeper.client()
+        outcomes = [Outcome.FAILED] * len(items)
+        usable = [
+            (place, item)
+            for place, item in enumerate(items)
+            if item.nbytes >= least_bytes and self._is_usable(item)
+        ]
+        for part in parts(usable):
+            if not self._budget.take(len(part), ends_s - time.monotonic()):
+                break
+            try:
+                done = move_part(client, part)
+            finally:
+                self._budget.give_back(len(part))
+            for (place, _), outcome in zip(part, done, strict=True):
+                outcomes[place] = outcome
+            if time.monotonic() > ends_s:
+                break
+        return outcomes
+
+    def _is_usable(self, item: Item) -> bool:
+        """Whether the library may have it. TCP moves bytes outside the registered range without a word, and
+        RDMA does not: no pointer is made but from items that pass here."""
+        return item.lies_in(self._size_bytes) and takes_key(item.key)
+
+    def _call(
+        self,
+        client: Client,
+        part: Part,
+        call: Callable[[list[str], list[int], list[int]], list[int]],
+    ) -> list[int]:
+        began_s = time.monotonic()
+        items = [item for _, item in part]
+        said = call(
+            [item.key for item in items],
+            [self._address + item.offset for item in items],
+            [item.nbytes for item in items],
+        )
+        if len(said) != len(items):
+            raise StorageError(f"Mooncake answered {len(said)} codes for {len(items)} objects")
+        self._keeper.judge(client, said)
+        if time.monotonic() - began_s > _LIBRARY_GAVE_UP_S and codes.TRANSFER_FAILED in said:
+            _end_process()
+        return said
+
+    def _read_part(self, client: Client, part: Part) -> list[Outcome]:
+        said = self._call(client, part, client.get)
+        outcomes = [codes.of_read(code, item.nbytes) for code, (_, item) in zip(said, part, strict=True)]
+        for place, code in enumerate(said):
+            if code == codes.BAD_PARAMETERS:  # mostly: the object is larger than the range
+                item = part[place][1]
+                outcomes[place] = codes.of_length(client.length(item.key), item.nbytes)
+        return outcomes
+
+    def _write_part(self, client: Client, part: Part) -> list[Outcome]:
+        outcomes = [codes.of_write(code) for code in self._call(client, part, client.put)]
+        refused = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.FULL]
+        if refused:
+            time.sleep(EVICTION_S)
+            again = self._call(client, [part[place] for place in refused], client.put)
+            for place, code in zip(refused, again, strict=True):
+                outcomes[place] = codes.of_write(code)
+        return outcomes
+
+
+def _pool_usage(metrics: str, timeout_s: float) -> Usage:
+    """Raises StorageError when the master's HTTP port does not answer."""
+    connection = http.client.HTTPConnection(*host_and_port(metrics), timeout=timeout_s)
+    try:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise StorageError(f"the Mooncake master's `metrics` at {metrics} do not answer: {error}") from error
+    finally:
+        connection.close()
+    found = dict(re.findall(r"^(master_\w+) (\d+)", text, re.M))
+    try:
+        names = ("master_key_count", "master_allocated_bytes", "master_total_capacity_bytes")
+        return Usage(*(int(found[name]) for name in names))
+    except KeyError as error:
+        raise StorageError(
+            f"{metrics} is no Mooncake master's `metrics`: {error} is missing there"
+        ) from error
+
+
+def _end_process() -> None:
+    """Only death can promise now that no byte lands later. A storage worker is made for it; in it this is
+    the second net, because the daemon ends a worker that is late by seconds."""
+    print(
+        "mooncake: a transfer outlived the library's own limit; this process ends",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(70)
