@@ -4,7 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 
-.PHONY: help install demo test test-gpu lint format proto bench clean
+# Shared libraries that Mooncake's package needs and does not carry.
+LIBRARIES := libibverbs1 libnuma1 libcurl4
+
+.PHONY: help install libraries demo test test-gpu lint format proto bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,10 +21,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)
 
+libraries:  ## the shared libraries that Mooncake needs, where they are missing and we are root
+	@for name in $(patsubst %1,%.so.1,$(patsubst %4,%.so.4,$(LIBRARIES))); do \
+	    PATH=$$PATH:/sbin ldconfig -p | grep -q "$$name " && continue; \
+	    test "$$(id -u)" = 0 || { echo "Mooncake needs $$name: apt-get install $(LIBRARIES)" >&2; break; }; \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends $(LIBRARIES); break; \
+	done
+
 demo: $(READY)  ## a hybrid model served with L1, L1+L2, L1+L2+L3, and a restart: about three minutes
 	$(BIN)/python -m examples.demo
 
-test: $(READY)  ## all tests, linters and type checks included
+test: $(READY) libraries  ## all tests, linters and type checks included
 	$(BIN)/python -m pytest
 
 test-gpu: $(READY)  ## the tests that need a CUDA device
