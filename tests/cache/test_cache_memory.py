@@ -262,6 +262,22 @@ def test_a_daemon_that_dies_under_backups_frees_their_pages() -> None:
     assert engine.cache.evict("full", 8) == 3
 
 
+def test_what_an_earlier_daemon_took_is_not_known_to_be_in_a_later_ones_memory() -> None:
+    """The answer came, but from the process that is not the daemon any more."""
+    engine = Engine(share=1.0, full=8)
+    engine.lower.on_backup = lambda transfer: None
+    engine.serve(tokens_of(1, 2))
+    (first,) = engine.lower.backups
+    engine.lower.epoch += 1
+    first.succeed()
+    engine.lower.host.clear()
+    engine.lower.on_backup = FakeTransfer.succeed
+    engine.cache.poll()
+    engine.serve(tokens_of(1, 2))
+    engine.drop_l1()
+    assert begun(engine, 1, 2).request.boundary == 2
+
+
 def test_layouts_that_make_no_sense_are_refused() -> None:
     for layout in (
         Layout(4, (), ()),
