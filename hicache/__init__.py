@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hicache.cache import Request, UnifiedRadixCache, WritePolicy
-    from hicache.client import Client, PrefetchPolicy, SharedRegion
+    from hicache.client import Client, PrefetchPolicy, RankPlace, SharedRegion
     from hicache.core.layout import ComponentSpec, Kind, Layout, LayoutError, Plane, Pool
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Plane",
     "Pool",
     "PrefetchPolicy",
+    "RankPlace",
     "Request",
     "SharedRegion",
     "UnifiedRadixCache",
@@ -30,7 +31,7 @@ __all__ = [
 
 _HOMES = {
     "hicache.cache": ("Request", "UnifiedRadixCache", "WritePolicy"),
-    "hicache.client": ("Client", "PrefetchPolicy", "SharedRegion"),
+    "hicache.client": ("Client", "PrefetchPolicy", "RankPlace", "SharedRegion"),
     "hicache.core.layout": ("ComponentSpec", "Kind", "Layout", "LayoutError", "Plane", "Pool"),
 }
 

@@ -6,7 +6,7 @@ Used wherever bytes travel, so that a wrong, stale or half-copied page cannot pa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ def make_layout(
     page_size: int = 4,
     components: Sequence[ComponentSpec] = COMPONENTS,
     plane_bytes: Mapping[str, Sequence[Sequence[int]]] = PLANE_BYTES,
+    replicated: Collection[str] = (),
 ) -> tuple[Layout, int]:
     """A layout in one region, planes one after the other with a gap between slots; and the region's size."""
     pools, offset = [], 0
@@ -43,22 +44,30 @@ def make_layout(
                 stride = nbytes + 3
                 planes.append(Plane(0, offset, stride, nbytes, layer))
                 offset += stride * n_slots[spec.name]
-            pools.append(Pool(f"{spec.name}{number}", spec.name, n_slots[spec.name], tuple(planes), "u8"))
+            name = f"{spec.name}{number}"
+            pools.append(
+                Pool(name, spec.name, n_slots[spec.name], tuple(planes), "u8", replicated=name in replicated)
+            )
     return Layout(page_size, tuple(components), tuple(pools)), offset
 
 
 class TaggedMemory:
     """One engine's region, its layout, and the right bytes for any page."""
 
-    def __init__(self, layout: Layout, memory: NDArray[np.uint8]) -> None:
+    def __init__(self, layout: Layout, memory: NDArray[np.uint8], rank: int = 0) -> None:
         self.layout = layout
+        self.rank = rank
         self.memory = memory
         memory[:] = 0xEE
 
     def expected(self, component: str, page_hash: bytes) -> bytes:
-        """All planes of one page, anchor first."""
-        n_bytes = sum(pool.page_bytes for pool in self.layout.pools_of(component))
-        return hashlib.shake_128(component.encode() + page_hash).digest(n_bytes)
+        """All planes of one page, anchor first; the same on all ranks where the pool is replicated."""
+        return b"".join(
+            hashlib.shake_128(
+                f"{pool.name} {0 if pool.replicated else self.rank}".encode() + page_hash
+            ).digest(pool.page_bytes)
+            for pool in self.layout.pools_of(component)
+        )
 
     def _places(self, component: str, slot: int) -> list[slice]:
         places = []

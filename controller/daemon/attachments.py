@@ -129,7 +129,16 @@ class Attachments:
                     raise InvalidRequest(f"registration.regions[{i}]: {error}") from error
             mapped = tuple(region.mapped for region in attachment.regions)
             self._controller.attach(
-                EngineSpec(wanted.engine_id, wanted.model, wanted.revision, wanted.layout, mapped)
+                EngineSpec(
+                    wanted.engine_id,
+                    wanted.model,
+                    wanted.revision,
+                    wanted.layout,
+                    mapped,
+                    wanted.group_id,
+                    wanted.rank,
+                    wanted.ranks,
+                )
             )
             attachment.in_controller = True
         finally:

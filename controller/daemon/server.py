@@ -27,6 +27,7 @@ from controller.daemon.attachments import Attachments
 from controller.daemon.claim import ClaimError, SocketClaim
 from controller.daemon.config import FD_SUFFIX, Config, Http, Server, Storage, format_size, kind_of
 from controller.daemon.faults import Faults
+from controller.daemon.gpus import GpuMissing, open_gpus
 from controller.daemon.grpc_server import server_options, stop_serving
 from controller.daemon.handoff import Handoff
 from controller.daemon.http import HttpServer
@@ -79,7 +80,7 @@ async def _serve(config: Config) -> None:
             await daemon.start()
         except _Interrupted:
             return
-        except (BudgetError, ClaimError, SlabError, StorageError) as error:
+        except (BudgetError, ClaimError, GpuMissing, SlabError, StorageError) as error:
             raise StartError(str(error)) from error
         await stop.wait()
 
@@ -118,7 +119,7 @@ class Daemon:
 
     async def start(self) -> None:
         """Make host memory and storage usable, then serve. Raises _Interrupted when asked to stop."""
-        await asyncio.to_thread(self._slab.prefault, self._prefaulted)
+        await asyncio.to_thread(self._ready_memory)
         opening = asyncio.create_task(self._open())
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +148,12 @@ class Daemon:
             uptime_s=time.monotonic() - self._begun_s,
             ready=self._readiness.ready,
             progress=self._readiness.progress,
-            problems=(*controller.problems, *self._attachments.problems(), *self._faults.problems()),
+            problems=(
+                *controller.problems,
+                *self._attachments.problems(),
+                *self._faults.problems(),
+                *(self._gpus.problems() if self._gpus else ()),
+            ),
             counters={**controller.counters, **dict(self._counters())},
             controller=controller,
         )
@@ -157,8 +163,13 @@ class Daemon:
     def _build_tiers(self, config: Config, stack: AsyncExitStack) -> None:
         self._slab = HostSlab(config.host.capacity, extent_bytes=config.host.extent)
         stack.callback(self._close_slab)
+        cpu = CpuCopyEngine()
+        self._gpus = open_gpus(config.transfers.engine, self._slab, cpu)
+        stack.callback(self._close_gpus)
         self._scheduler = TransferScheduler(
-            CpuCopyEngine(), threads=config.transfers.threads, chunk_bytes=config.transfers.chunk_bytes
+            self._gpus.routes if self._gpus else cpu,
+            threads=config.transfers.threads,
+            chunk_bytes=config.transfers.chunk_bytes,
         )
         stack.callback(self._close_scheduler)
         self._tier: StorageTier | None = None
@@ -166,7 +177,9 @@ class Daemon:
             spec = config.storage.backend
             self._tier = StorageTier(kind_of(spec), spec, self._slab.fd, self._slab.nbytes)
             stack.push_async_callback(self._tier.stop)
-        self._controller = HybridCacheController(config.controller_settings(), self._slab, self._scheduler)
+        self._controller = HybridCacheController(
+            config.controller_settings(), self._slab, self._scheduler, self._gpus
+        )
         stack.push_async_callback(self._stop_controller, config.server.grace_s)
 
     def _build_engine_side(self, server: Server, stack: AsyncExitStack) -> None:
@@ -177,6 +190,7 @@ class Daemon:
             self._faults,
             heartbeat_timeout_s=server.heartbeat_timeout_s,
             drain_timeout_s=server.grace_s,
+            gpus=self._gpus,
         )
         self._registry = make_registry()
         self._registry.register(StatusCollector(self.snapshot))
@@ -238,6 +252,23 @@ class Daemon:
         if self._tier is not None:
             self._controller.storage.attach(self._tier, TierPolicy())
 
+    def _ready_memory(self) -> None:
+        """Back host memory with pages, and pin it where there is a GPU."""
+        if self._gpus is None:
+            self._slab.prefault(self._prefaulted)
+            return
+        self._gpus.spread()
+        self._slab.prefault(self._prefaulted)
+        self._gpus.pin(self._pinned, extent_bytes=self._config.host.extent or 0)
+        for problem in self._gpus.problems():
+            log.warning("gpu_degraded", problem=problem)
+
+    def _pinned(self, done_bytes: int) -> None:
+        """On the pinning thread, now and then."""
+        if self._stop.is_set():
+            raise _Interrupted
+        self._readiness.starting(f"host memory: {done_bytes >> 20} of {self._slab.nbytes >> 20} MiB pinned")
+
     def _prefaulted(self, done_bytes: int) -> None:
         """On the prefaulting thread, now and then."""
         if self._stop.is_set():
@@ -278,6 +309,10 @@ class Daemon:
     def _close_scheduler(self) -> None:
         self._copies_ended = self._scheduler.close(self._config.server.grace_s)
 
+    def _close_gpus(self) -> None:
+        if self._gpus is not None and self._copies_ended:
+            self._gpus.close()
+
     def _close_slab(self) -> None:
         """Unmap host memory, unless a copy still moves in it: then the process's end does it."""
         if self._copies_ended:
@@ -297,6 +332,8 @@ class Daemon:
         moved = self._scheduler.counts()
         yield "copied_bytes", moved.moved_bytes
         yield "copies_failed", moved.failed
+        if self._gpus is not None:
+            yield from self._gpus.counters().items()
         if self._tier is not None:
             for name, count in self._tier.counters().items():
                 yield f"backend_{name}", count

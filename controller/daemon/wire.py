@@ -43,6 +43,7 @@ TICKET_BYTES = 16
 MAX_NAME_CHARS = 512
 """Longest id or name a request may carry."""
 MAX_REGIONS = 256
+MAX_RANKS = 64
 
 _KINDS: Mapping[int, Kind] = {
     pb.Component.FULL: Kind.FULL,
@@ -81,6 +82,9 @@ class Registration:
     revision: str
     layout: Layout
     regions: tuple[RegionTicket | DeviceHandle, ...]
+    group_id: str = ""
+    rank: int = 0
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,9 @@ def registration(message: pb.Registration) -> Registration:
         revision=_name(message.revision, "registration.revision"),
         layout=layout,
         regions=regions,
+        group_id=_name(message.group_id, "registration.group_id"),
+        rank=message.rank,
+        ranks=_ranks(message),
     )
 
 
@@ -137,6 +144,16 @@ def _region(message: pb.Region, where: str) -> RegionTicket | DeviceHandle:
     if len(message.ticket) != TICKET_BYTES:
         raise InvalidRequest(f"{where}.ticket: {len(message.ticket)} bytes; a ticket has {TICKET_BYTES}")
     return RegionTicket(message.ticket, message.nbytes)
+
+
+def _ranks(message: pb.Registration) -> int:
+    ranks = message.ranks or 1
+    if ranks > MAX_RANKS or message.rank >= ranks or (ranks > 1 and not message.group_id):
+        raise InvalidRequest(
+            f"registration.ranks: rank {message.rank} of {ranks} in group {message.group_id!r}; give a group, "
+            f"at most {MAX_RANKS} ranks, and a rank below their number"
+        )
+    return ranks
 
 
 def lookup(message: pb.LookupPrefixRequest, engine_id: str) -> Lookup:
@@ -273,6 +290,7 @@ def _pool(message: pb.Pool) -> Pool:
             for plane in _bounded(message.planes, 8192, f"{where}.planes")
         ),
         format=_name(message.format, f"{where}.format"),
+        replicated=message.replicated,
     )
 
 

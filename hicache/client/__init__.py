@@ -4,15 +4,20 @@ Never raises the daemon's trouble into the engine: what cannot be had in time re
 """
 
 from hicache.client.client import Client
+from hicache.client.cuda import CudaRegion, ReadyRing, StreamCells
+from hicache.client.layers import LayerBoard, LayerRow
 from hicache.client.messages import (
     BackupOutcome,
     Found,
+    LayerCells,
     Lease,
     Placement,
     PrefetchPolicy,
     PrefetchState,
     Progress,
     Prompt,
+    RankPlace,
+    ReadyEvent,
 )
 from hicache.client.prefetching import Prefetching
 from hicache.client.regions import SharedRegion
@@ -21,7 +26,11 @@ from hicache.client.tickets import Outcome, Ticket
 __all__ = [
     "BackupOutcome",
     "Client",
+    "CudaRegion",
     "Found",
+    "LayerBoard",
+    "LayerCells",
+    "LayerRow",
     "Lease",
     "Outcome",
     "Placement",
@@ -30,6 +39,10 @@ __all__ = [
     "Prefetching",
     "Progress",
     "Prompt",
+    "RankPlace",
+    "ReadyEvent",
+    "ReadyRing",
     "SharedRegion",
+    "StreamCells",
     "Ticket",
 ]

@@ -18,9 +18,20 @@ import grpc
 
 from hicache.client import wire
 from hicache.client.connection import Connection
+from hicache.client.cuda import CudaRegion
 from hicache.client.daemon_process import DaemonProcess
 from hicache.client.handover import hand_over
-from hicache.client.messages import Found, Lease, Placement, PrefetchPolicy, Prompt
+from hicache.client.messages import (
+    ALONE,
+    Found,
+    LayerCells,
+    Lease,
+    Placement,
+    PrefetchPolicy,
+    Prompt,
+    RankPlace,
+    ReadyEvent,
+)
 from hicache.client.prefetching import Prefetching
 from hicache.client.regions import SharedRegion
 from hicache.client.tickets import Ticket
@@ -71,7 +82,8 @@ class Client:
         model: str,
         revision: str = "",
         layout: Layout,
-        regions: Sequence[SharedRegion],
+        regions: Sequence[SharedRegion | CudaRegion],
+        place: RankPlace = ALONE,
         silence_s: float = 15.0,
     ) -> None:
         """Raises LayoutError for a layout that no daemon would take, ValueError for an address that is
@@ -79,6 +91,7 @@ class Client:
         self._socket = _socket_path(address)
         layout.validate([region.nbytes for region in regions])
         self._engine = (engine_id, model, revision, layout)
+        self._place = place
         self._regions = tuple(regions)
         self._silence_s = silence_s
         self._mutex = threading.Lock()
@@ -147,23 +160,41 @@ class Client:
             return None
         return wire.found_from(reply.lookup_prefix, connection.attachment)
 
-    def start_load(self, lease: Lease, placements: Mapping[str, Placement]) -> Ticket:
+    def start_load(
+        self,
+        lease: Lease,
+        placements: Mapping[str, Placement],
+        *,
+        ready: ReadyEvent | None = None,
+        cells: LayerCells | None = None,
+    ) -> Ticket:
         """Ask for host frames to be copied into the engine's slots, all or none. The slots belong to the
-        transfer until the ticket is settled."""
+        transfer until the ticket is settled. `ready`: what the engine's GPU does with the slots until then
+        comes first. `cells`: where to say which layers have landed; those may be read before the rest."""
         connection = self._connection
         if connection is None or connection.attachment != lease.attachment:
             return Ticket(None, None)
-        load = pb.LoadRequest(lease_id=lease.lease_id, components=wire.placement_messages(placements))
+        load = pb.LoadRequest(
+            lease_id=lease.lease_id,
+            components=wire.placement_messages(placements),
+            ready=wire.ready_message(ready),
+            cells=wire.cells_message(cells),
+        )
         return _transfer(connection, pb.EngineMessage(load=load))
 
-    def start_backup(self, prompt: Prompt, placements: Mapping[str, Placement]) -> Ticket:
+    def start_backup(
+        self, prompt: Prompt, placements: Mapping[str, Placement], *, ready: ReadyEvent | None = None
+    ) -> Ticket:
         """Ask for the engine's slots to be copied to host memory, and on by the daemon's policy. The
-        slots must not change until the ticket is settled."""
+        slots must not change until the ticket is settled, but by what the engine's GPU has queued before
+        `ready`, which is copied too."""
         connection = self._connection
         if connection is None:
             return Ticket(None, None)
         backup = pb.BackupRequest(
-            prompt=wire.prompt_message(prompt), components=wire.placement_messages(placements)
+            prompt=wire.prompt_message(prompt),
+            components=wire.placement_messages(placements),
+            ready=wire.ready_message(ready),
         )
         return _transfer(connection, pb.EngineMessage(backup=backup))
 
@@ -252,7 +283,10 @@ class Client:
             model=model,
             revision=revision,
             layout=layout,
-            regions=[(t, region.nbytes) for t, region in zip(tickets, self._regions, strict=True)],
+            regions=[
+                wire.region_message(r, ticket) for r, ticket in zip(self._regions, tickets, strict=True)
+            ],
+            place=self._place,
         )
         self._attachments += 1
         connection = Connection(registration, daemon, attachment=self._attachments, silence_s=self._silence_s)

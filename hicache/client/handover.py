@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Sequence
 
+from hicache.client.cuda import CudaRegion
 from hicache.client.daemon_process import DaemonProcess, peer_pid
 from hicache.client.regions import SharedRegion
 
@@ -20,15 +21,16 @@ class HandoverError(OSError):
 
 
 def hand_over(
-    path: str, regions: Sequence[SharedRegion], *, timeout_s: float
-) -> tuple[DaemonProcess, tuple[bytes, ...]]:
-    """Give every region to the daemon that listens at `path`; its process, and one ticket per region.
+    path: str, regions: Sequence[SharedRegion | CudaRegion], *, timeout_s: float
+) -> tuple[DaemonProcess, tuple[bytes | None, ...]]:
+    """Give every shared region to the daemon that listens at `path`; its process, and a ticket for each
+    region: None for those on a GPU, which travel by their handles.
 
     The pidfd is opened before the daemon answers, so that it names the process that answered.
     Raises OSError when the daemon is away, refuses, or is silent for `timeout_s`.
     """
     daemon: DaemonProcess | None = None
-    tickets: list[bytes] = []
+    tickets: list[bytes | None] = []
     for region in regions:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
             connection.settimeout(timeout_s)
@@ -38,6 +40,9 @@ def hand_over(
                 daemon = DaemonProcess(pid)
             elif pid != daemon.pid:
                 raise HandoverError(f"the daemon at {path} was replaced while it was being given memory")
+            if isinstance(region, CudaRegion):
+                tickets.append(None)
+                continue
             ticket = os.urandom(TICKET_BYTES)
             socket.send_fds(connection, [ticket], [region.fd])
             if connection.recv(1) != b"1":

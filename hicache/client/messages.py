@@ -12,6 +12,18 @@ from enum import Enum
 from hicache.core.words import PageArray, SlotArray, TokenArray
 
 
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank of which tensor-parallel group this process is; by default an engine of its own."""
+
+    group_id: str = ""
+    rank: int = 0
+    ranks: int = 1
+
+
+ALONE = RankPlace()
+
+
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """About which prompt a verb is, and for whom."""
@@ -28,6 +40,27 @@ class Placement:
 
     pages: PageArray
     slots: SlotArray
+
+
+@dataclass(frozen=True)
+class ReadyEvent:
+    """A CUDA event, recorded on the engine's stream before a transfer is asked for: the daemon touches the
+    slots when it has happened. Leave it unrecorded until the ticket is settled. See hicache.client.cuda."""
+
+    handle: bytes
+    """For other processes: 64 bytes, as from `torch.cuda.Event(interprocess=True).ipc_handle()`."""
+    device_uuid: bytes
+    """16 bytes."""
+
+
+@dataclass(frozen=True)
+class LayerCells:
+    """Where the daemon says which layers of a load have landed. See hicache.client.layers."""
+
+    region: int
+    """Which of the client's regions; one in host memory."""
+    offset: int
+    value: int
 
 
 @dataclass(frozen=True)

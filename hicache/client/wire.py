@@ -6,16 +6,21 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hicache.client.cuda import CudaRegion
 from hicache.client.messages import (
     BackupOutcome,
     Found,
+    LayerCells,
     Lease,
     Placement,
     PrefetchPolicy,
     PrefetchState,
     Progress,
     Prompt,
+    RankPlace,
+    ReadyEvent,
 )
+from hicache.client.regions import SharedRegion
 from hicache.core.layout import Kind, Layout
 from hicache.core.words import BoolArray
 from proto.v1 import hicache_pb2 as pb
@@ -55,6 +60,7 @@ def layout_message(layout: Layout) -> pb.Layout:
                 component=pool.component,
                 n_slots=pool.n_slots,
                 format=pool.format,
+                replicated=pool.replicated,
                 planes=[
                     pb.Plane(
                         region=plane.region,
@@ -72,16 +78,42 @@ def layout_message(layout: Layout) -> pb.Layout:
 
 
 def registration_message(
-    *, engine_id: str, model: str, revision: str, layout: Layout, regions: Sequence[tuple[bytes, int]]
+    *,
+    engine_id: str,
+    model: str,
+    revision: str,
+    layout: Layout,
+    regions: Sequence[pb.Region],
+    place: RankPlace,
 ) -> pb.Registration:
-    """`regions`: the ticket under which each region's fd was handed over, and its size in bytes."""
     return pb.Registration(
         engine_id=engine_id,
         model=model,
         revision=revision,
         layout=layout_message(layout),
-        regions=[pb.Region(ticket=ticket, nbytes=nbytes) for ticket, nbytes in regions],
+        regions=regions,
+        group_id=place.group_id,
+        rank=place.rank,
+        ranks=place.ranks,
     )
+
+
+def region_message(region: SharedRegion | CudaRegion, ticket: bytes | None) -> pb.Region:
+    """`ticket`: under which a shared region's fd was handed over."""
+    if isinstance(region, CudaRegion):
+        cuda = pb.CudaMemory(handle=region.handle, offset=region.offset, device_uuid=region.device_uuid)
+        return pb.Region(cuda=cuda, nbytes=region.nbytes)
+    return pb.Region(ticket=ticket, nbytes=region.nbytes)
+
+
+def ready_message(ready: ReadyEvent | None) -> pb.ReadyEvent | None:
+    return None if ready is None else pb.ReadyEvent(handle=ready.handle, device_uuid=ready.device_uuid)
+
+
+def cells_message(cells: LayerCells | None) -> pb.LayerCells | None:
+    if cells is None:
+        return None
+    return pb.LayerCells(region=cells.region, offset=cells.offset, value=cells.value)
 
 
 def prompt_message(prompt: Prompt) -> pb.Prompt:

@@ -79,18 +79,24 @@ class Heartbeat(_message.Message):
     def __init__(self) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("engine_id", "model", "revision", "regions", "layout")
+    __slots__ = ("engine_id", "model", "revision", "regions", "layout", "group_id", "rank", "ranks")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     model: str
     revision: str
     regions: _containers.RepeatedCompositeFieldContainer[Region]
     layout: Layout
-    def __init__(self, engine_id: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
+    group_id: str
+    rank: int
+    ranks: int
+    def __init__(self, engine_id: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., group_id: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("boot_id", "daemon_pid", "heartbeat_interval_s", "layout_fingerprint")
@@ -175,18 +181,20 @@ class Component(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[Component.Kind, str]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Pool(_message.Message):
-    __slots__ = ("name", "component", "n_slots", "planes", "format")
+    __slots__ = ("name", "component", "n_slots", "planes", "format", "replicated")
     NAME_FIELD_NUMBER: _ClassVar[int]
     COMPONENT_FIELD_NUMBER: _ClassVar[int]
     N_SLOTS_FIELD_NUMBER: _ClassVar[int]
     PLANES_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
+    REPLICATED_FIELD_NUMBER: _ClassVar[int]
     name: str
     component: str
     n_slots: int
     planes: _containers.RepeatedCompositeFieldContainer[Plane]
     format: str
-    def __init__(self, name: _Optional[str] = ..., component: _Optional[str] = ..., n_slots: _Optional[int] = ..., planes: _Optional[_Iterable[_Union[Plane, _Mapping]]] = ..., format: _Optional[str] = ...) -> None: ...
+    replicated: bool
+    def __init__(self, name: _Optional[str] = ..., component: _Optional[str] = ..., n_slots: _Optional[int] = ..., planes: _Optional[_Iterable[_Union[Plane, _Mapping]]] = ..., format: _Optional[str] = ..., replicated: bool = ...) -> None: ...
 
 class Plane(_message.Message):
     __slots__ = ("region", "offset", "stride", "nbytes", "layer")

@@ -51,15 +51,18 @@ class TaggedEngine:
         layout: Layout | None = None,
         nbytes: int = 0,
         model: str = "model",
+        group_id: str = "",
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         if layout is None:
             layout, nbytes = make_layout(SLOTS)
         self.controller = controller
         self.engine_id = engine_id
         self.model = model
-        self.tagged = TaggedMemory(layout, np.zeros(nbytes, dtype=np.uint8))
+        self.tagged = TaggedMemory(layout, np.zeros(nbytes, dtype=np.uint8), rank)
         region = MappedRegion(self.tagged.memory.ctypes.data, nbytes)
-        self.spec = EngineSpec(engine_id, model, "r1", layout, (region,))
+        self.spec = EngineSpec(engine_id, model, "r1", layout, (region,), group_id, rank, ranks)
         self.pools = {spec.name: SlotPool(layout.slots_of(spec.name)) for spec in layout.components}
         controller.attach(self.spec)
 
