@@ -83,6 +83,7 @@ class Shape:
             tuple(lane for lane in lanes if lane.component == c) for c in range(len(self.components))
         )
         self.whole_lanes = tuple(lane for lane in lanes if lane.whole)
+        self.whole_lane_groups = tuple(lanes for lanes in self.of_component if lanes[0].whole)
         self.whole_components = tuple(c for c, lanes in enumerate(self.of_component) if lanes[0].whole)
         self._by_name = {(lane.name, lane.tier): lane for lane in lanes}
 

@@ -13,7 +13,7 @@ import numpy as np
 from hicache.core.columns import Shape
 from hicache.core.coverage import joint_boundary, leading
 from hicache.core.structure import Cursor, Segment
-from hicache.core.words import NO_SLOT, BoolArray, Tier
+from hicache.core.words import NO_SLOT, BoolArray, Tier, lowest
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,12 @@ def _covered(shape: Shape, segments: list[Segment], boundary: int, n_tiers: int)
     for component, lanes in zip(shape.components, shape.of_component, strict=True):
         first = component.coverage.start(boundary)
         for node, start, stop in segments:
-            low = max(first - node.start, start)
+            low = first - node.start
+            low = max(low, start)
             best = node.block[lanes[0].row, low:stop]
             for lane in lanes[1:n_tiers]:
                 best = np.maximum(best, node.block[lane.row, low:stop])
-            if best.min() <= NO_SLOT:
+            if lowest(best) <= NO_SLOT:
                 return False
             if node.start + start <= first:
                 break

@@ -15,7 +15,7 @@ from hicache.core.columns import UNBROKEN, Lane, Node, Shape
 from hicache.core.policies import Policy
 from hicache.core.queues import Queues
 from hicache.core.structure import Tree
-from hicache.core.words import NO_SLOT, BoolArray, SlotArray
+from hicache.core.words import NO_SLOT, BoolArray, SlotArray, lowest
 
 Offsets = NDArray[np.intp]
 
@@ -34,9 +34,14 @@ class Occupancy:
         """Write places into pages that were ABSENT in the lane; entries of -1 leave the page so."""
         row = lane.row
         node.block[row, offsets] = places
-        filled = len(places) if places.size and places.min() > NO_SLOT else int((places != NO_SLOT).sum())
+        filled = len(places)
         if not filled:
             return
+        low = lowest(places)
+        if low <= NO_SLOT:
+            filled = int((places != NO_SLOT).sum())
+            if not filled:
+                return
         if lane.policy is Policy.FIFO:
             use = node.use[lane.component, offsets]
             node.use[lane.component, offsets] = np.where(
@@ -108,9 +113,9 @@ class Occupancy:
 
     def enqueue(self, node: Node, lane: Lane, offsets: slice | Offsets) -> None:
         """These pages just became READY: see to it that they come up for eviction in their turn."""
-        keys = self.queues.keys(node, lane, offsets)
-        if len(keys):
-            self.queues.push(node, lane, int(keys.min()))
+        bound = self.queues.bound(node, lane, offsets)
+        if bound is not None:
+            self.queues.push(node, lane, bound)
             if lane.up_row >= 0:  # what is READY below comes up sooner above, once it is unpinned
                 above = self.shape.lanes[lane.up_row]
                 if node.present[above.row]:
@@ -148,9 +153,15 @@ class Occupancy:
     def settle_new(self, node: Node, since: int) -> None:
         """`settle` after payload came, where pages from offset `since` on are new; quick when all is well."""
         parent = node.parent
-        fine = node.dead_from == UNBROKEN and parent is not None and parent.dead_from == UNBROKEN
-        if not fine or (since < node.n and self.missing(node, slice(since, node.n)).any()):
-            self.settle(node)
+        if node.dead_from == UNBROKEN and parent is not None and parent.dead_from == UNBROKEN:
+            if since >= node.n:
+                return
+            for lanes in self.shape.whole_lane_groups:
+                if all(node.present[lane.row] < node.n for lane in lanes):
+                    break
+            else:
+                return
+        self.settle(node)
 
     def settle(self, node: Node) -> None:
         """Find the node's dead reach anew, and that of everything beneath when it changed."""

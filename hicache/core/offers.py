@@ -14,7 +14,7 @@ import numpy as np
 from hicache.core.columns import Lane, Node, Shape
 from hicache.core.occupancy import Occupancy, Offsets
 from hicache.core.structure import Cursor, Segment
-from hicache.core.words import NO_SLOT, SlotArray, Tier
+from hicache.core.words import NO_SLOT, SlotArray, Tier, lowest
 
 NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 
@@ -52,7 +52,7 @@ class Offer:
             lane, array = shape.slotted(name, tier), np.asarray(given, dtype=np.int32)
             if array.shape != (max(0, n_pages - first_page),):
                 raise ValueError(f"{name}: slots of shape {array.shape} for pages [{first_page}, {n_pages})")
-            if len(array) and int(array.min()) < NO_SLOT:
+            if len(array) and lowest(array) < NO_SLOT:
                 raise ValueError(f"{name}: a slot is below -1")
             self._parts.append((lane, array))
 

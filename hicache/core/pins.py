@@ -14,7 +14,7 @@ import numpy as np
 from hicache.core.columns import Lane, Node, Shape
 from hicache.core.queues import Queues
 from hicache.core.structure import Segment, segments_up
-from hicache.core.words import NO_SLOT, BoolArray, PageArray, Tier
+from hicache.core.words import NO_SLOT, BoolArray, PageArray, Tier, lowest
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,18 +59,21 @@ class PinBook:
         """Pin what is READY in the segments (deepest first) of one path."""
         if not segments:
             return
-        parts = []
         whole = True
         for node, start, stop in segments:
-            ready = node.block[lane.row, start:stop] > NO_SLOT
-            node.block[lane.pin_row, start:stop] += ready
-            parts.append(ready)
-            whole = whole and bool(ready.all())
+            places = node.block[lane.row, start:stop]
+            pins = node.block[lane.pin_row, start:stop]
+            if lowest(places) > NO_SLOT:
+                pins += 1
+            else:
+                pins += places > NO_SLOT
+                whole = False
         last, top = segments[0], segments[-1]
         start, stop = top[0].start + top[1], last[0].start + last[2]
         held = None
         if not whole:
-            held = np.concatenate(parts[::-1])
+            parts = [node.block[lane.row, low:high] > NO_SLOT for node, low, high in segments[::-1]]
+            held = np.concatenate(parts)
             there = held.nonzero()[0]
             if not len(there):
                 return

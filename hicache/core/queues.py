@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hicache.core.columns import UNBROKEN, Lane, Node, Shape
-from hicache.core.words import NO_SLOT, Tier
+from hicache.core.words import NO_SLOT, Tier, lowest
 
 Keys: TypeAlias = NDArray[np.int64]
 
@@ -50,6 +50,14 @@ class Queues:
             pages = np.arange(node.start, node.end)[offsets]
             keys[pages >= node.dead_from] -= DEAD
         return keys
+
+    def bound(self, node: Node, lane: Lane, offsets: slice | NDArray[np.intp]) -> int | None:
+        """A lower bound of the keys of these pages, cheaper than the keys; None when there are none."""
+        if node.dead_from < UNBROKEN:
+            keys = self.keys(node, lane, offsets)
+            return lowest(keys) if len(keys) else None
+        use = node.use[lane.component, offsets]
+        return lowest(use) << 1 if len(use) else None
 
     def push(self, node: Node, lane: Lane, key: int) -> None:
         """See to it that the node comes up at `key` at the latest."""

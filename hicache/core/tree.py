@@ -373,6 +373,8 @@ class Index(ReadableIndex):
 
 def _from_page(segments: list[Segment], first: int) -> list[Segment]:
     """The part of a path's segments (deepest first) from page `first` on."""
+    if first <= segments[-1][0].start + segments[-1][1] if segments else True:
+        return segments
     out = []
     for node, start, stop in segments:
         if node.start + stop <= first:

@@ -45,6 +45,11 @@ class Residency(IntEnum):
     READY = 2
 
 
+def lowest(values: NDArray[np.int32] | NDArray[np.int64]) -> int:
+    """Smallest entry of an array that is not empty."""
+    return int(np.minimum.reduce(values))
+
+
 def token_array(tokens: bytes | memoryview | NDArray[np.generic]) -> TokenArray:
     """View packed little-endian int32 bytes, or an integer array, as tokens; bytes are not copied.
 

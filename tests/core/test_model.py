@@ -30,6 +30,7 @@ COMPONENTS = (
     Component("swa", SlidingWindow(3)),
     Component("mamba", Checkpoint()),
     Component("chunked", Chunked(4)),
+    Component("latent", WholePath()),
 )
 TIER_SETS = ((Tier.DEVICE,), (Tier.HOST, Tier.STORAGE), (Tier.DEVICE, Tier.HOST, Tier.STORAGE))
 SALTS = ("", "x")
