@@ -11,15 +11,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import numpy as np
 import yaml
 
-from hicache import Client, SharedRegion, UnifiedRadixCache
+from hicache import Client, RankPlace, SharedRegion, UnifiedRadixCache
 from hicache.cache.requests import Request
+from hicache.client.messages import ALONE
 from hicache.core.identity import Namespace
 from hicache.core.layout import Kind, Layout
 from hicache.core.words import NO_SLOT, SlotArray, TokenArray
@@ -111,15 +112,26 @@ class LiveEngine:
     """An engine whose pages hold tagged bytes: computes what is not cached, checks all that is."""
 
     def __init__(
-        self, address: str, layout: Layout, nbytes: int, engine_id: str = f"test:{os.getpid()}"
+        self,
+        address: str,
+        layout: Layout,
+        nbytes: int,
+        engine_id: str = f"test:{os.getpid()}",
+        place: RankPlace = ALONE,
     ) -> None:
         self.layout = layout
         self.region = SharedRegion(nbytes)
         memory = self.region.array(np.uint8, (nbytes,))
         assert memory.dtype == np.uint8
-        self.tagged = TaggedMemory(layout, memory.view(np.uint8))
+        self.tagged = TaggedMemory(layout, memory.view(np.uint8), place.rank)
         self.client = Client(
-            address, engine_id=engine_id, model="model", revision="1", layout=layout, regions=[self.region]
+            address,
+            engine_id=engine_id,
+            model="model",
+            revision="1",
+            layout=layout,
+            regions=[self.region],
+            place=place,
         )
         self.cache = UnifiedRadixCache(
             layout, model="model", revision="1", client=self.client, lookup_timeout_s=2.0, load_timeout_s=5.0
