@@ -13,12 +13,14 @@ engine and the daemon give, and it never hides a missing wait, only a missing me
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
@@ -57,6 +59,8 @@ class Operation:
     accesses: list[Access] = field(default_factory=list)
     act: Callable[[bool], None] = lambda poisoned: None
     may_run: Callable[[], bool] = lambda: True
+    gate: bool = False
+    """Waits for something outside its stream."""
     clock: Clock = field(default_factory=dict)
     """Everything that is before this; known when it runs."""
 
@@ -166,6 +170,7 @@ class FakeCuda:
         with self._changed:
             wanted = Event(self._events[event].stream, self._events[event].number)
             operation = self._queue(stream, f"wait for event {event}", [])
+            operation.gate = True
             operation.may_run = lambda: not wanted.number or self._has_run(wanted)
 
             def act(poisoned: bool) -> None:
@@ -177,9 +182,11 @@ class FakeCuda:
     def wait_value(self, stream: int, cells: np.ndarray, place: int, value: int) -> None:
         """cuStreamWaitValue64, greater or equal, on a cell that the host writes: what the host knew when
         it wrote is before what follows here."""
-        operation = self._queue(stream, f"wait for cell {place}", [])
-        operation.may_run = lambda: int(cells[place]) >= value
-        operation.act = lambda poisoned: merge(self._streams[stream].clock, self._host)
+        with self._changed:
+            operation = self._queue(stream, f"wait for cell {place}", [])
+            operation.gate = True
+            operation.may_run = lambda: int(cells[place]) >= value
+            operation.act = lambda poisoned: merge(self._streams[stream].clock, self._host)
 
     def hold(self, stream: int) -> None:
         """Nothing of the stream runs until `let_go`."""
@@ -468,7 +475,7 @@ class FakeCuda:
             other
             for name, stream in self._streams.items()
             if name != operation.stream
-            for other in stream.queue
+            for other in _ungated(stream.queue)
             if other.serial < operation.serial
         ]
         before = [
@@ -496,7 +503,15 @@ class FakeCuda:
 
     def _host_knows(self, event: Event) -> None:
         merge(self._host, self._clock_at(event))
-        self._past = [one for one in self._past if self._host.get(one.stream, 0) < one.number]
+        views = [self._host, *(one.host for stream in self._streams.values() for one in stream.queue)]
+        self._past = [
+            one for one in self._past if any(view.get(one.stream, 0) < one.number for view in views)
+        ]
+
+
+def _ungated(queue: deque[Operation]) -> Iterator[Operation]:
+    """What nothing keeps from running any moment. What stands behind a wait is judged when it runs."""
+    return takewhile(lambda operation: not operation.gate, queue)
 
 
 def _accesses(pieces: list[tuple[int, int, int]]) -> list[Access]:
@@ -508,8 +523,6 @@ def _accesses(pieces: list[tuple[int, int, int]]) -> list[Access]:
 
 
 def _move(pieces: list[tuple[int, int, int]], poisoned: bool) -> None:
-    import ctypes
-
     for source, target, nbytes in pieces:
         if poisoned:
             ctypes.memset(target, POISON, nbytes)

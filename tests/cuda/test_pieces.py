@@ -33,7 +33,9 @@ def moves(table: CopyTable) -> list[tuple[int, int]]:
 
 
 @given(pieces)
-def test_coalesced_pieces_name_the_same_bytes_and_none_could_be_joined(rows: list[tuple[int, int, int]]) -> None:
+def test_coalesced_pieces_name_the_same_bytes_and_none_could_be_joined(
+    rows: list[tuple[int, int, int]],
+) -> None:
     joined = coalesced(table_of(rows))
     assert moves(joined) == moves(table_of(rows))
     assert joined.nbytes.all()
