@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hicache import Client, ComponentSpec, Kind, Layout, Plane, Pool, SharedRegion, UnifiedRadixCache
-from hicache.client import Outcome, Placement, Prompt
+from hicache.client import Lease, Outcome, Placement, Prompt, Ticket
 from hicache.core.words import Tier, TokenArray
 from tests.live import LiveDaemon, LiveEngine, wait_until
 from tests.tagged import make_layout, prompt
@@ -104,16 +104,26 @@ def test_a_daemon_killed_in_the_middle_of_copies_frees_every_slot_and_its_succes
     assert big.serve(200)[Tier.HOST] == 12, "what was in L1 went to the new daemon"
 
 
-def test_a_daemon_frozen_in_the_middle_of_copies_holds_slots_until_it_has_answered(
-    daemon: LiveDaemon, big: BigEngine
+def test_a_daemon_frozen_with_a_load_in_hand_holds_its_slots_until_it_has_answered(
+    daemon: LiveDaemon, big: BigEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is stopped just before it is asked for the load: the request goes on without; when the daemon
+    wakes up and copies, it does so into slots that nobody was given, and the next request has them."""
     for seed in range(3):
         big.serve(seed)
         big.settle()
     big.cache.evict("full", N_SLOTS)
-    big.cache._loads._load_timeout_s = 0.0  # type: ignore[union-attr]
+    big.cache._loads._load_timeout_s = 0.2  # type: ignore[union-attr]
+    start_load = big.client.start_load
+
+    def freeze_then_load(lease: Lease, placements: Mapping[str, Placement]) -> Ticket:
+        daemon.send(signal.SIGSTOP)
+        return start_load(lease, placements)
+
+    monkeypatch.setattr(big.client, "start_load", freeze_then_load)
     assert big.serve(0) == dict.fromkeys(Tier, 0)
-    daemon.send(signal.SIGSTOP)
+    monkeypatch.undo()
+    assert big.cache.counters.loads_late == 1
     started = time.monotonic()
     for seed in range(10, 14):
         big.serve(seed)
