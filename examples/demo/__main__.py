@@ -134,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = make(clients=options.clients, rounds=options.rounds, seed=options.seed)
     except ValueError as error:
         parser.error(str(error))
-    return demonstrate(plan, options.out, Console())
+    console = Console()
+    return demonstrate(plan, options.out, console if console.is_terminal else Console(width=110))
 
 
 if __name__ == "__main__":

@@ -156,8 +156,7 @@ def figures_of(status: pb.StatusReply) -> dict[str, int]:
     for pool in status.pools:
         figures[f"{pool.component}_resident_pages"] = pool.resident_pages
         figures[f"{pool.component}_stored_pages"] = pool.stored_pages
-    for backend in status.backends:
-        figures[f"storage_{backend.name}_used_bytes"] = backend.used_bytes
+    figures["storage_used_bytes"] = sum(backend.used_bytes for backend in status.backends)
     return figures
 
 

@@ -49,34 +49,38 @@ def write_plot(path: Path, runs: Sequence[Run], plan: Plan, expected: Mapping[st
     ceiling = [ceiling_rate(played, expected, size) for played in longest.rounds]
     hits.plot(numbers, ceiling, color="black", ls="--", lw=1.2, label="a cache that never forgets", zorder=1)
     _lines(hits, runs[1:], lambda played: played.hit_rate(size, *Tier))
-    hits.set(title="Hit rate", ylabel="prompt tokens not computed", ylim=(0, 1.02))
+    hits.set(ylabel="share of prompt tokens not computed", ylim=(0, 1))
 
     bottom = [0.0] * len(numbers)
     for tier, (label, colour) in _TIERS.items():
         shares = [played.hit_rate(size, tier) for played in longest.rounds]
         tiers.bar(numbers, shares, bottom=bottom, color=colour, label=label, width=0.75)
         bottom = [under + share for under, share in zip(bottom, shares, strict=True)]
-    tiers.set(title="L1+L2+L3: where the hits came from", ylabel="prompt tokens not computed", ylim=(0, 1.02))
+    tiers.set(ylabel="share of prompt tokens not computed", ylim=(0, 1))
 
     _lines(waits, runs, lambda played: 1000 * played.first_token_s)
-    waits.set(title="Time to first token (median of the round)", ylabel="milliseconds", ylim=(0, None))
+    waits.set(ylabel="milliseconds", ylim=(0, None))
     _lines(rates, runs, lambda played: played.input_tokens_per_s / 1000)
-    rates.set(
-        title="Effective input (prompt tokens over wall time)",
-        ylabel="thousand tokens per second",
-        ylim=(0, None),
-    )
+    rates.set(ylabel="thousand tokens per second", ylim=(0, None))
 
+    hits.set_title("Hit rate", loc="left")
+    tiers.set_title("L1+L2+L3: where the hits came from", loc="left")
+    waits.set_title("Time to first token, median of the round", loc="left")
+    rates.set_title("Effective input: prompt tokens over wall time", loc="left")
     for panel in (hits, tiers, waits, rates):
         _finish(panel, plan)
+    hits.legend(loc="lower left", fontsize=9)
+    tiers.legend(loc="lower right", fontsize=9, framealpha=0.95)
+    waits.legend(loc="upper left", fontsize=9)
+    rates.legend(loc="upper left", fontsize=9)
     for panel in (hits, tiers):
         panel.yaxis.set_major_formatter(PercentFormatter(1.0))
     sizes = plan.sizes
+    stored = longest.daemons[-1].get("storage_used_bytes", 0)
     figure.suptitle(
-        f"HiCache demo: {sizes.clients} agents reading source files, hybrid model "
+        f"HiCache demo: {sizes.clients} agents read source files through a hybrid model "
         f"(full attention, sliding window, recurrent), prompts up to {_longest_prompt(runs):,} tokens\n"
-        f"L1 {_mb(plan.device_bytes)}, L2 {_mb(plan.host_bytes)}, L3 {_mb(plan.storage_bytes)}; "
-        "generated tokens and logits identical to the run without a cache",
+        f"L1 {_mib(plan.device_bytes)}, L2 {_mib(plan.host_bytes)}, L3 {_mib(stored)} used",
         fontsize=11,
     )
     figure.savefig(path, dpi=120)
@@ -99,24 +103,22 @@ def _lines(panel: Axes, runs: Sequence[Run], value: Callable[[Round], float]) ->
 def _finish(panel: Axes, plan: Plan) -> None:
     restart = plan.sizes.rounds + 0.5
     panel.axvline(restart, color="#555555", ls=":", lw=1.4)
-    panel.annotate(
+    panel.text(
+        restart,
+        1.0,
         "daemon restarted,\nL2 empty",
-        xy=(restart, 0.02),
-        xycoords=("data", "axes fraction"),
-        xytext=(-4, 0),
-        textcoords="offset points",
-        ha="right",
+        transform=panel.get_xaxis_transform(),
+        ha="center",
         va="bottom",
         fontsize=8,
         color="#333333",
-        bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.5},
     )
     panel.set_xlabel("round (turn of every client)")
     panel.set_xlim(0.4, plan.sizes.rounds + plan.rounds_after_restart + 0.6)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.grid(axis="y", alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(fontsize=9, framealpha=0.9)
+    panel.set_axisbelow(True)
 
 
 def _longest_prompt(runs: Sequence[Run]) -> int:
@@ -125,5 +127,5 @@ def _longest_prompt(runs: Sequence[Run]) -> int:
     )
 
 
-def _mb(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.0f} MB"
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.0f} MiB"

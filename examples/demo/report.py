@@ -25,14 +25,14 @@ def ceiling_rate(played: Round, expected: Mapping[str, Ceiling], page_size: int)
 
 def rounds_table(run: Run, plan: Plan, expected: Mapping[str, Ceiling]) -> Table:
     """One line a round; hit rates in percent of the prompts' tokens."""
-    headings = ("round", "prompt\ntokens", "L1\nhit %", "L2\nhit %", "L3\nhit %", "all\nhit %")
+    headings = ("round", "prompt\ntokens", " L1\nhit %", " L2\nhit %", " L3\nhit %", " all\nhit %")
     table = _table(
         f"{run.name}: {plan.sizes.clients} clients, round by round",
         *headings,
-        "never\nforgets",
-        "prefilled\ntokens",
-        "first token\nmedian, ms",
-        "input\ntokens/s",
+        "   never\nforgets %",
+        " prefilled\ntokens",
+        "1st token\nmedian ms",
+        "   input\ntokens/s",
     )
     size = plan.shape.page_size
     for played in run.rounds:
@@ -60,11 +60,11 @@ def summary_table(runs: Sequence[Run], plan: Plan) -> Table:
         f"All together, rounds 1 to {plan.sizes.rounds}",
         "",
         "hit %",
-        "prefilled\ntokens",
-        "first token\nmedian, ms",
-        "input\ntokens/s",
-        "wall\nseconds",
-        "faster than\nno cache",
+        " prefilled\ntokens",
+        "1st token\nmedian ms",
+        "   input\ntokens/s",
+        "   wall\nseconds",
+        " faster than\nno cache",
     )
     slowest = _wall_s(runs[0].rounds[: plan.sizes.rounds])
     for run in runs:
@@ -135,7 +135,7 @@ def _wall_s(rounds: Sequence[Round]) -> float:
 
 
 def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
