@@ -207,9 +207,7 @@ class HybridCacheController:
                 if len(pages):
                     host = model.index.slots(lease.cursor, name, HOST, 0, int(pages[-1]) + 1)[pages]
                     slots[name] = device, host
-            return await self._copier.copy(
-                Direction.LOAD, engine, slots, ready=load.ready, cells=load.cells
-            )
+            return await self._copier.copy(Direction.LOAD, engine, slots, ready=load.ready, cells=load.cells)
 
         self._leases.begin_use(lease)
         try:
