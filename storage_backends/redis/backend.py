@@ -1,13 +1,11 @@
 """RedisBackend: frames as string values of a Redis or Valkey, one key each.
 
-Owns the rounds of a batch: by server, in parallel where there are several; what was sent to the wrong place
-or lost with its connection is tried again, within one deadline. Decides which outcome a reply is. Keeps no
-copy of a frame, knows no second key, and never clears what it did not write.
+Decides which outcome a reply is, and what health says of the servers. Keeps no copy of a frame, knows no
+second key beside a frame's own, and never deletes what it was not told to.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,17 +19,13 @@ from storage_backends.redis.embedded import EmbeddedServer
 from storage_backends.redis.errors import ErrorReply, Late, Lost, RedisTrouble
 from storage_backends.redis.exchanges import Exchange, Replies, counting, reading, writing
 from storage_backends.redis.pool import Node
-from storage_backends.redis.routes import ClusterSlots, Groups, OneServer, Routes, SentinelPrimary, moved_to
+from storage_backends.redis.rounds import NOT_TRIED, Batch
+from storage_backends.redis.routes import ClusterSlots, OneServer, Routes, SentinelPrimary
 from storage_backends.specs import RedisSpec
 
-_MOST_ROUNDS = 4
 _MOST_VALUE_BYTES = 512 << 20
 """proto-max-bulk-len: a server ends the connection on which a longer value comes."""
-_ELSEWHERE = frozenset({"MOVED", "ASK", "READONLY", "TRYAGAIN", "MASTERDOWN"})
-"""Errors that another round, with fresh knowledge of the servers, may cure."""
 _PARALLEL_SERVERS = 32
-_UNASKED = Late("there was no time left to ask")
-_OUT_OF_RANGE = ValueError("the range is not in the buffer")
 
 
 class RedisBackend(StorageBackend):
@@ -98,7 +92,7 @@ class RedisBackend(StorageBackend):
             self._server.close()
         self._buffer = memoryview(b"")
 
-    # rounds of a batch
+    # batches
 
     def _placed(self, items: Sequence[Item]) -> tuple[list[str], list[int]]:
         """Keys, and the places of those items that lie in the buffer and that a server would take."""
@@ -112,85 +106,9 @@ class RedisBackend(StorageBackend):
     def _carried_out(
         self, keys: Sequence[str], places: Sequence[int], exchange: Exchange, *, bulk: bool = False
     ) -> Replies:
-        """A reply, or why there is none, for each of the places."""
-        deadline = Deadline.after(self._spec.op_timeout_s)
-        replies: Replies = [_OUT_OF_RANGE] * len(keys)
-        for place in places:
-            replies[place] = _UNASKED
-        left = list(places)
-        for _ in range(_MOST_ROUNDS):
-            if not left:
-                break
-            try:
-                groups = self._routes.group(keys, left, deadline)
-            except RedisTrouble as trouble:
-                for place in left:
-                    replies[place] = trouble
-                break
-            self._ask_groups(groups, exchange, replies, deadline, bulk)
-            if any(isinstance(replies[place], Late) for place in left):
-                self._routes.mark_stale()
-            left = [place for place in left if _may_go_elsewhere(replies[place])]
-            if left:
-                self._routes.mark_stale()
-        return replies
-
-    def _ask_groups(
-        self, groups: Groups, exchange: Exchange, replies: Replies, deadline: Deadline, bulk: bool
-    ) -> None:
-        """Until every server has answered or its time is up: afterwards no byte moves any more."""
-        if len(groups) == 1:
-            for node, places in groups.items():
-                self._ask_node(node, places, exchange, replies, deadline, bulk)
-            return
-        asking = [
-            self._groups.submit(self._ask_node, node, places, exchange, replies, deadline, bulk)
-            for node, places in groups.items()
-        ]
-        for one in asking:
-            one.result()
-
-    def _ask_node(
-        self,
-        node: Node,
-        places: Sequence[int],
-        exchange: Exchange,
-        replies: Replies,
-        deadline: Deadline,
-        bulk: bool,
-    ) -> None:
-        for place in places:
-            replies[place] = _UNASKED
-        try:
-            with (node.bulk if bulk else node.small).lend(deadline) as connection:
-                exchange(connection, places, replies, deadline)
-        except RedisTrouble as trouble:
-            for place in places:
-                if replies[place] is _UNASKED:
-                    replies[place] = trouble
-        for place in places:
-            reply = replies[place]
-            if isinstance(reply, ErrorReply) and reply.code == "ASK":
-                self._ask_importer(reply, node, place, exchange, replies, deadline)
-
-    def _ask_importer(
-        self,
-        redirection: ErrorReply,
-        node: Node,
-        place: int,
-        exchange: Exchange,
-        replies: Replies,
-        deadline: Deadline,
-    ) -> None:
-        """A key of a slot that is on the move may be at its next owner already."""
-        address = moved_to(redirection, node)
-        if address is None:
-            return
-        importer = self._routes.node(address)
-        # where this fails, ASK stands as the reply, for another round
-        with contextlib.suppress(RedisTrouble), importer.bulk.lend(deadline) as connection:
-            connection.ask(deadline, "ASKING")
-            exchange(connection, [place], replies, deadline)
+        """A reply, or why there is none, for each key; NOT_TRIED where its place is not among `places`."""
+        batch = Batch(keys, exchange, Deadline.after(self._spec.op_timeout_s), bulk)
+        return batch.carry_out(places, self._routes, self._groups)
 
     # the servers themselves
 
@@ -245,8 +163,8 @@ def _outcomes(replies: Replies, outcome_of: Callable[[Reply | Exception], Outcom
 
 def _told(replies: Replies) -> Replies:
     """The same. Raises StorageError when not one of them tells anything but the same trouble."""
-    asked = [reply for reply in replies if reply is not _OUT_OF_RANGE]
-    if asked and all(_is_trouble(reply) for reply in asked):
+    asked = [reply for reply in replies if reply is not NOT_TRIED]
+    if asked and all(map(_is_trouble, asked)):
         raise StorageError(f"Redis: {_explained(asked[0])}")
     return replies
 
@@ -259,12 +177,6 @@ def _is_trouble(reply: Reply | Exception) -> bool:
 
 def _explained(reply: Reply | Exception) -> str:
     return reply.explained() if isinstance(reply, ErrorReply) else str(reply)
-
-
-def _may_go_elsewhere(reply: Reply | Exception) -> bool:
-    if isinstance(reply, ErrorReply):
-        return reply.code in _ELSEWHERE
-    return isinstance(reply, Lost)
 
 
 def _counted(reply: Reply | Exception) -> Outcome:

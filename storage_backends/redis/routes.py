@@ -101,16 +101,25 @@ class SentinelPrimary(Routes):
         return {self._current(deadline): list(places)}
 
     def primaries(self, deadline: Deadline) -> list[Node]:
-        return [self._current(deadline)]
+        """Asks anew: an old primary takes writes for seconds after another was chosen, and says nothing."""
+        known = self._primary
+        try:
+            return [self._asked_node(deadline)]
+        except RedisTrouble:
+            if known is None:
+                raise
+            return [self.node(known)]  # Sentinels that are down do no harm while the primary serves
 
     def mark_stale(self) -> None:
         self._primary = None
 
     def _current(self, deadline: Deadline) -> Node:
-        address = self._primary
-        if address is None:
-            address = self._primary = self._asked(deadline)
-            self._keep_only([address])
+        known = self._primary
+        return self._asked_node(deadline) if known is None else self.node(known)
+
+    def _asked_node(self, deadline: Deadline) -> Node:
+        address = self._primary = self._asked(deadline)
+        self._keep_only([address])
         return self.node(address)
 
     def _asked(self, deadline: Deadline) -> Address:
@@ -254,11 +263,10 @@ def slot_of(key: str) -> int:
     return crc_hqx(raw, 0) % N_SLOTS
 
 
-def moved_to(error: ErrorReply, node: Node) -> Address | None:
-    """Where MOVED or ASK sends us; None when it does not say it as it should."""
+def moved_to(error: ErrorReply) -> Address | None:
+    """Where ASK or MOVED sends us; None when it does not say."""
     words = error.text.split()
     try:
-        address = Address.parse(words[2] if not words[2].startswith(":") else node.address.host + words[2])
+        return Address.parse(words[2])
     except (IndexError, ValueError):
         return None
-    return address
