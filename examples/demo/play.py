@@ -66,11 +66,18 @@ class Round:
 class Session:
     """The script, played to one engine round by round."""
 
-    def __init__(self, script: Script, engine: EngineProcess, served: Callable[[Served], None]) -> None:
-        """`served` is called with every answer as it comes."""
+    def __init__(
+        self,
+        script: Script,
+        engine: EngineProcess,
+        served: Callable[[Served], None],
+        pause: Callable[[], object],
+    ) -> None:
+        """`served` is called with every answer as it comes, `pause` after every round, off the clock."""
         self._script = script
         self._engine = engine
         self._served = served
+        self._pause = pause
         self._conversations = [Conversation(script, client) for client in range(script.sizes.clients)]
 
     def play(self, rounds: Sequence[int]) -> list[Round]:
@@ -89,7 +96,9 @@ class Session:
             self._served(served)
             self._conversations[client].answered(served.answer)
             records.append(Record(client, number, prompts[client], served))
-        return Round(number, time.perf_counter() - started, tuple(records))
+        wall_s = time.perf_counter() - started
+        self._pause()
+        return Round(number, wall_s, tuple(records))
 
     def _send(self, client: int, number: int, prompt: NDArray[np.int32]) -> None:
         self._engine.ask(Ask(f"client {client} round {number}", prompt, self._script.sizes.answer_tokens))

@@ -26,9 +26,9 @@ _COLOURS = {
     Configuration.L1_L2_L3: "#00798c",
 }
 _TIERS = {
-    Tier.DEVICE: ("L1, device", "#003d5b"),
-    Tier.HOST: ("L2, host", "#30638e"),
-    Tier.STORAGE: ("L3, storage", "#7fb7be"),
+    Tier.DEVICE: ("hit in L1", "#003d5b"),
+    Tier.HOST: ("hit in L2", "#30638e"),
+    Tier.STORAGE: ("hit in L3", "#7fb7be"),
 }
 _MARKERS = {
     Configuration.NO_CACHE: "x",
@@ -47,14 +47,16 @@ def write_plot(path: Path, runs: Sequence[Run], plan: Plan, expected: Mapping[st
 
     numbers = [played.number + 1 for played in longest.rounds]
     ceiling = [ceiling_rate(played, expected, size) for played in longest.rounds]
-    hits.plot(numbers, ceiling, color="black", ls="--", lw=1.2, label="a cache that never forgets", zorder=1)
     _lines(hits, runs[1:], lambda played: played.hit_rate(size, *Tier))
+    (ceiling_line,) = hits.plot(
+        numbers, ceiling, color="black", ls=(0, (2, 3)), lw=1.4, label="never forgets", zorder=3
+    )
     hits.set(ylabel="share of prompt tokens not computed", ylim=(0, 1))
 
-    bottom = [0.0] * len(numbers)
+    bottom, bars = [0.0] * len(numbers), []
     for tier, (label, colour) in _TIERS.items():
         shares = [played.hit_rate(size, tier) for played in longest.rounds]
-        tiers.bar(numbers, shares, bottom=bottom, color=colour, label=label, width=0.75)
+        bars.append(tiers.bar(numbers, shares, bottom=bottom, color=colour, label=label, width=0.75))
         bottom = [under + share for under, share in zip(bottom, shares, strict=True)]
     tiers.set(ylabel="share of prompt tokens not computed", ylim=(0, 1))
 
@@ -65,14 +67,10 @@ def write_plot(path: Path, runs: Sequence[Run], plan: Plan, expected: Mapping[st
 
     hits.set_title("Hit rate", loc="left")
     tiers.set_title("L1+L2+L3: where the hits came from", loc="left")
-    waits.set_title("Time to first token, median of the round", loc="left")
-    rates.set_title("Effective input: prompt tokens over wall time", loc="left")
+    waits.set_title("Time to first token (median)", loc="left")
+    rates.set_title("Effective input (prompt tokens / wall time)", loc="left")
     for panel in (hits, tiers, waits, rates):
         _finish(panel, plan)
-    hits.legend(loc="lower left", fontsize=9)
-    tiers.legend(loc="lower right", fontsize=9, framealpha=0.95)
-    waits.legend(loc="upper left", fontsize=9)
-    rates.legend(loc="upper left", fontsize=9)
     for panel in (hits, tiers):
         panel.yaxis.set_major_formatter(PercentFormatter(1.0))
     sizes = plan.sizes
@@ -83,6 +81,8 @@ def write_plot(path: Path, runs: Sequence[Run], plan: Plan, expected: Mapping[st
         f"L1 {_mib(plan.device_bytes)}, L2 {_mib(plan.host_bytes)}, L3 {_mib(stored)} used",
         fontsize=11,
     )
+    handles = [*waits.get_legend_handles_labels()[0], ceiling_line, *bars]
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", fontsize=9, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -5,6 +5,7 @@ Owns the pipe between them, the process's life and every deadline on it. Decides
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import time
 import traceback
@@ -158,6 +159,7 @@ class EngineProcess:
 
 def _main(pipe: Connection, settings: EngineSettings) -> None:
     torch.set_num_threads(1)
+    logging.getLogger("hicache").setLevel(logging.ERROR)  # that the daemon goes away is in the script
     try:
         _run(pipe, settings)
     except (EOFError, ConnectionError, KeyboardInterrupt):

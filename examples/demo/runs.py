@@ -88,7 +88,8 @@ def play(
         engine = processes.enter_context(EngineProcess(_engine_settings(configuration, plan, daemon)))
         if daemon is not None:
             engine.await_daemon()
-        session = Session(script, engine, served)
+        pause = (lambda: None) if daemon is None else daemon.settled  # agents read before they ask again
+        session = Session(script, engine, served, pause)
         rounds = session.play(range(plan.sizes.rounds))
         statuses: list[pb.StatusReply] = []
         if daemon is not None and configuration is Configuration.L1_L2_L3:
