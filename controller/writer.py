@@ -38,6 +38,10 @@ class Frame(NamedTuple):
     """One object per rank."""
 
     @property
+    def key(self) -> str:
+        return self.items[0].key
+
+    @property
     def nbytes(self) -> int:
         return sum(item.nbytes for item in self.items)
 
@@ -66,6 +70,8 @@ class StorageWriter:
         self._counters = counters
         self._queue: deque[Due] = deque()
         self._queued_bytes = 0
+        self._due_keys: set[str] = set()
+        """First keys of the frames that are queued or being written: nothing is due twice."""
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -79,12 +85,20 @@ class StorageWriter:
         return sum(len(due.frames) for due in self._queue)
 
     def offer(self, due: Due) -> None:
-        """Write this in due time. When the queue is full the longest-waiting paths are dropped for it,
-        counted: theirs are the pages most likely gone from host memory."""
-        self._put(due)
+        """Write in due time what is not due already. When the queue is full the longest-waiting paths are
+        dropped for it, counted: theirs are the pages most likely gone from host memory."""
+        due.frames = [frame for frame in due.frames if frame.key not in self._due_keys]
+        if not due.frames:
+            return
+        self._due_keys.update(frame.key for frame in due.frames)
+        self._queue.append(due)
+        self._queued_bytes += due.nbytes
+        self._idle.clear()
+        self._wake.set()
         while self._queued_bytes > self._settings.write_queue_bytes:
             dropped = self._queue.popleft()
             self._queued_bytes -= dropped.nbytes
+            self._over(dropped.frames)
             self._counters.storage_write_dropped_queue_full_pages += len(dropped.frames)
 
     async def run(self) -> None:
@@ -110,11 +124,8 @@ class StorageWriter:
             return False
         return True
 
-    def _put(self, due: Due) -> None:
-        self._queue.append(due)
-        self._queued_bytes += due.nbytes
-        self._idle.clear()
-        self._wake.set()
+    def _over(self, frames: Sequence[Frame]) -> None:
+        self._due_keys.difference_update(frame.key for frame in frames)
 
     async def _write(self, due: Due) -> None:
         """Write the path's frames in order; what is left after a failure is due again."""
@@ -122,6 +133,7 @@ class StorageWriter:
         for batch in batches(due.frames, self._settings.storage_batch_bytes):
             written = await self._write_batch(due, batch)
             done += written
+            self._over(batch[:written])
             if written < len(batch):
                 break
         left = due.frames[done:]
@@ -130,9 +142,11 @@ class StorageWriter:
         due.frames, due.attempts = left, due.attempts + 1
         if due.attempts >= self._settings.write_attempts:
             self._counters.storage_write_dropped_failed_pages += len(left)
+            self._over(left)
             return
         self._counters.storage_write_retries += 1
-        self._put(due)
+        self._queue.appendleft(due)  # before its children, which others may have offered meanwhile
+        self._queued_bytes += due.nbytes
         await asyncio.sleep(FIRST_RETRY_S * 2 ** (due.attempts - 1))
 
     async def _write_batch(self, due: Due, batch: Sequence[Frame]) -> int:

@@ -6,6 +6,7 @@ started it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -29,14 +30,22 @@ from proto.v1.hicache_pb2_grpc import AdminStub
 from tests.tagged import TaggedMemory, hashes_of
 
 START_S = 20.0
+_PR_SET_PDEATHSIG = 1
 
 
-def wait_until(met: Callable[[], bool], what: str, within_s: float = START_S) -> None:
+def wait_until(
+    met: Callable[[], bool], what: str, within_s: float = START_S, tell: Callable[[], object] = str
+) -> None:
     """Wait for another process; fails, saying for what, when it does not come."""
     ends_s = time.monotonic() + within_s
     while not met():
-        assert time.monotonic() < ends_s, f"waited {within_s} s for {what}"
+        assert time.monotonic() < ends_s, f"waited {within_s} s for {what}: {tell()}"
         time.sleep(0.01)
+
+
+def _end_with_parent() -> None:
+    """A test run that is killed leaves no daemon behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class LiveDaemon:
@@ -60,8 +69,12 @@ class LiveDaemon:
     def start(self) -> None:
         command = [str(Path(sys.executable).parent / "hicache"), "serve", "-c", str(self._config)]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_until(self._ready, f"the daemon ({self.log.read_text()[-2000:]})")
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_end_with_parent)  # noqa: PLW1509 - one prctl
+        try:
+            wait_until(self._ready, "the daemon")
+        except BaseException:
+            self.close()
+            raise
 
     def kill(self) -> None:
         """As hard as it gets."""

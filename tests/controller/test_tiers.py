@@ -115,6 +115,20 @@ async def test_a_queue_waits_out_an_outage(rig: Rig, tmp_path: Path) -> None:
         assert await engine.load_and_check(tokens) == 10
 
 
+async def test_nothing_is_written_twice(rig: Rig, tmp_path: Path) -> None:
+    """A page that waits to be written is not queued again by the next turn's backup."""
+    controller = await rig.controller()
+    tier = await attached(rig, controller, "l3", freezing(tmp_path, {"write"}))
+    engine = TaggedEngine(controller)
+    gate(tmp_path, closed=True)
+    for n_tokens in (8, 16, 24, 32, 40):
+        await engine.backup(TOKENS[:n_tokens], engine.all_pages(TOKENS[:n_tokens]))
+    gate(tmp_path, closed=False)
+    await until(lambda: controller.status().backends[0].queued_writes == 0)
+    assert controller.counters.storage_written_pages == 10 + 10 + 5
+    assert tier.counters()["write_ok"] == 25
+
+
 async def test_a_failed_batch_is_retried_and_the_chain_has_no_hole(rig: Rig) -> None:
     """WRITE-01: one failure is retried; a page that always fails cuts the chain there, counted."""
     settings = ControllerSettings(storage_batch_bytes=2048, write_attempts=3)

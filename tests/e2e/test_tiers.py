@@ -50,7 +50,11 @@ def test_every_tier_gives_back_what_was_computed(daemon: LiveDaemon, engine: Liv
     """
     assert serve_all(engine) == [(0, 0, 0)] * 6
     assert serve_all(engine) == [(0, 10, 0)] * 6
-    wait_until(lambda: daemon.counter("storage_written_pages") == 6 * FRAMES, "write-through to storage")
+    wait_until(
+        lambda: daemon.counter("storage_written_pages") == 6 * FRAMES,
+        "write-through to storage",
+        tell=lambda: daemon.status().counters,
+    )
 
     daemon.kill()
     wait_until(lambda: not engine.client.ready, "the client to notice")
