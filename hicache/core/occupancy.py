@@ -85,6 +85,27 @@ class Occupancy:
             node.use[component, start:stop][there] = self.tree.tick
         if policy.counts_uses and node.rank is not None:
             node.rank[component, start:stop] += 1 if there is None else there
+        for lane in self.shape.of_component[component]:
+            if node.queued[lane.row] is not None:
+                self._defer(node, lane, start, stop)
+
+    def _defer(self, node: Node, lane: Lane, start: int, stop: int) -> None:
+        """Keys of the pages [start, stop) rose: when nothing else can come up first, the node comes later."""
+        row = lane.row
+        if lane.whole:
+            if node.tail(lane) > stop or node.high[row] <= start:
+                return
+            start, stop = node.high[row] - 1, node.high[row]
+        elif not 0 < node.present[row] <= stop - start:
+            return
+        there = node.block[row, start:stop] != NO_SLOT
+        if not lane.whole and node.present[row] != int(np.count_nonzero(there)):
+            return
+        if node.dead_from == UNBROKEN and node.refs is None and node.rank is None:
+            self.queues.defer(node, lane, self.tree.tick << 1)
+        else:
+            keys = self.queues.keys(node, lane, slice(start, stop))
+            self.queues.defer(node, lane, lowest(keys[there]))
 
     def arrive(self, node: Node, lane: Lane, offsets: Offsets) -> None:
         """These pages were brought in for a prompt that needs them: used just now."""

@@ -62,16 +62,30 @@ class Queues:
     def push(self, node: Node, lane: Lane, key: int) -> None:
         """See to it that the node comes up at `key` at the latest."""
         queued = node.queued[lane.row]
-        if queued is not None and queued <= key:
-            return
         if queued is None:
             self._live[lane.row] += 1
-        node.queued[lane.row] = key
+        elif queued <= key:
+            return
+        self._enter(node, lane.row, key)
+
+    def defer(self, node: Node, lane: Lane, key: int) -> None:
+        """All that the lane has in this node comes at `key` or later, if it is queued at all: let it not
+        come up before, so that an eviction does not have to find that out for many nodes at once."""
+        queued = node.queued[lane.row]
+        if queued is not None and queued < key:
+            self._enter(node, lane.row, key)
+
+    def _enter(self, node: Node, row: int, key: int) -> None:
+        """Enter the node anew; an entry it had before counts no more. Outdated entries are taken out when
+        they come to the top, and all at once when a fifth of the heap is outdated."""
+        node.queued[row] = key
         self._serial += 1
-        heap = self._heaps[lane.row]
+        heap = self._heaps[row]
         heapq.heappush(heap, (key, self._serial, node))
-        if len(heap) > 2 * self._live[lane.row] + 64:
-            heap[:] = [entry for entry in heap if entry[2].queued[lane.row] == entry[0]]
+        if heap[0][2].queued[row] != heap[0][0]:
+            heapq.heappop(heap)
+        if 4 * len(heap) > 5 * self._live[row] + 256:
+            heap[:] = [entry for entry in heap if entry[2].queued[row] == entry[0]]
             heapq.heapify(heap)
 
     def pop(self, lane: Lane) -> Node | None:
@@ -98,6 +112,13 @@ class Queues:
         if node.queued[lane.row] is not None:
             node.queued[lane.row] = None
             self._live[lane.row] -= 1
+
+    def recompute(self, node: Node, lane: Lane) -> None:
+        """Keys in the node rose: let it come up no sooner than at its best key."""
+        key = best_key(self, node, lane)
+        if key is not None:
+            node.blocked |= 1 << lane.row
+            self.defer(node, lane, key)
 
     def requeue(self, node: Node, lane: Lane) -> None:
         """Push the node at its best key, if anything in it can be given up now."""

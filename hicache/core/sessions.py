@@ -149,6 +149,9 @@ class Sessions:
             if node.refs is None:
                 node.refs = np.zeros(node.use.shape, dtype=np.int32)
             node.refs[region.component, low:high] += 1
+            for lane in self._tree.shape.of_component[region.component]:
+                if node.queued[lane.row] is not None:
+                    self._queues.recompute(node, lane)
 
     def _release(self, region: _Region, start: int, stop: int) -> None:
         for node, low, high in region.kept(start, stop):
