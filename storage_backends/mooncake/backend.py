@@ -40,7 +40,12 @@ Part = Sequence[tuple[int, Item]]
 class MooncakeBackend(StorageBackend):
     """A pure client of a pool, a client that also gives it memory, or a pool of its own."""
 
-    def __init__(self, spec: MooncakeSpec, connect_client: Connect | None = None) -> None:
+    def __init__(
+        self,
+        spec: MooncakeSpec,
+        connect_client: Connect | None = None,
+        answers: Callable[[], bool] | None = None,
+    ) -> None:
         """Raises StorageError when no master can be reached or the pool does not work."""
         self._spec = spec
         self._library = Library(spec)
@@ -50,7 +55,7 @@ class MooncakeBackend(StorageBackend):
         """Keeps the buffer exported while the library may touch it."""
         self._budget = SliceBudget(spec.slices)
         self._queries = Queries(spec.op_timeout_s)
-        self._keeper = Keeper(connect_client or self._connected, self._answers, self._master)
+        self._keeper = Keeper(connect_client or self._connected, answers or self._answers, self._master)
 
     def _connected(self) -> Client:
         segment_bytes = self._spec.capacity_bytes if self._spec.embedded else self._spec.segment_bytes
@@ -85,7 +90,8 @@ class MooncakeBackend(StorageBackend):
         return _pool_usage(metrics, self._spec.op_timeout_s) if metrics else Usage(0, 0, 0)
 
     def ping(self) -> None:
-        self.contains(["hicache-probe"])
+        if self.contains(["hicache-probe"]) == [Outcome.FAILED]:
+            raise StorageError("the Mooncake master refuses queries or does not answer them")
         if self._keeper.problem:
             raise StorageError(self._keeper.problem)
 
@@ -110,6 +116,7 @@ class MooncakeBackend(StorageBackend):
             asked = places[begin : begin + MOST_KEYS]
             texts = [keys[place] for place in asked]
             said = self._queries.ask(lambda texts=texts: call(client, texts))  # type: ignore[misc]
+            self._keeper.hear(said)
             for place, code in zip(asked, said, strict=True):
                 outcomes[place] = meaning(code)
         return outcomes
@@ -124,24 +131,25 @@ class MooncakeBackend(StorageBackend):
     ) -> list[Outcome]:
         """Part by part; what has not begun in time is not begun. The pool holds no empty objects."""
         ends_s = time.monotonic() + self._spec.op_timeout_s
-        client = self._keeper.client()
         outcomes = [Outcome.FAILED] * len(items)
         usable = [
             (place, item)
             for place, item in enumerate(items)
             if item.nbytes >= least_bytes and self._is_usable(item)
         ]
-        for part in parts(usable):
-            if not self._budget.take(len(part), ends_s - time.monotonic()):
+        for number, part in enumerate(parts(usable)):
+            if time.monotonic() > ends_s or not self._budget.take(len(part), ends_s - time.monotonic()):
                 break
             try:
-                done = move_part(client, part)
+                done = move_part(self._keeper.client(), part)
+            except StorageError:
+                if number == 0:
+                    raise
+                break  # what earlier parts have done is done
             finally:
                 self._budget.give_back(len(part))
             for (place, _), outcome in zip(part, done, strict=True):
                 outcomes[place] = outcome
-            if time.monotonic() > ends_s:
-                break
         return outcomes
 
     def _is_usable(self, item: Item) -> bool:

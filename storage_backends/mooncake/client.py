@@ -12,7 +12,7 @@ import mmap
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from storage_backends.base import StorageError
 from storage_backends.mooncake import codes
@@ -35,10 +35,11 @@ inside (a crash). The process's end takes them."""
 class Client:
     """All calls may come from several threads, and block. They raise StorageError once it is leaving."""
 
-    def __init__(self, store: Store, config: object) -> None:
-        """`store` is set up. Raises StorageError."""
+    def __init__(self, store: Store, config: object, answers: Callable[[], bool]) -> None:
+        """`store` is set up; `answers` tells whether its master takes connections. Raises StorageError."""
         self._store = store
         self._config = config
+        self._answers = answers
         self._inside = 0
         self._leaving = False
         self._changed = threading.Condition()
@@ -60,7 +61,7 @@ class Client:
                 self._changed.notify_all()
 
     def healthy(self) -> bool:
-        """Whether the master answered the client's last heartbeat, about a second ago. Costs nothing."""
+        """What the library thinks of its master. Costs nothing; it may think well of a dead one."""
         with self._entered() as store:
             return store.health_check() == _HEALTHY
 
@@ -122,7 +123,7 @@ class Client:
         self.leave()
         with self._changed:
             idle = self._changed.wait_for(lambda: self._inside == 0, timeout_s)
-        if not idle or self._store.health_check() != _HEALTHY:
+        if not idle or self._store.health_check() != _HEALTHY or not self._answers():
             _LEFT_TO_EXIT.append(self)
             return False
         self._store.close()
@@ -136,8 +137,12 @@ class Client:
 def connect(library: Library, spec: MooncakeSpec, master: str, segment_bytes: int) -> Client:
     """Set up a client and prove that it works. Raises StorageError with the remedy."""
     hostname = spec.local_hostname or "127.0.0.1"
+
+    def answers() -> bool:
+        return takes_connections(master, PREFLIGHT_S)
+
     for left in reversed(range(_TRIES)):
-        if not takes_connections(master, PREFLIGHT_S):
+        if not answers():
             raise StorageError(
                 f"no Mooncake master takes connections at {master}: start mooncake_master there, or correct "
                 "`master`"
@@ -152,7 +157,7 @@ def connect(library: Library, spec: MooncakeSpec, master: str, segment_bytes: in
                 f"Mooncake cannot be set up with {master} (code {code}): is that a Mooncake master, of the "
                 f"same release, and are {spec.metadata} and {spec.protocol} right?"
             )
-    client = Client(store, library.replicate_config(spec))
+    client = Client(store, library.replicate_config(spec), answers)
     try:
         client.prove()
     except StorageError:

@@ -16,6 +16,8 @@ EXISTS = -705
 REPLICA_NOT_FOUND = -710
 REPLICA_GONE = -712
 TRANSFER_FAILED = -800
+UNANSWERED = frozenset({-900, -901})
+"""The master refused, or did not answer in time."""
 
 _ABSENT = frozenset({BEING_WRITTEN, NOT_FOUND, REPLICA_NOT_FOUND, REPLICA_GONE})
 

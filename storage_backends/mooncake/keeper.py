@@ -22,7 +22,7 @@ STUCK_CALLS = 6
 itself or be replaced ..."""
 _STUCK_S = 15.0
 """... and after so long it is replaced anyhow: a lost node's objects are forgotten by then."""
-_TICK_S = 0.25
+_TICK_S = 0.5
 _UNHEALTHY_S = 10.0
 """A client that has not found its master for so long, while others reach it, is replaced."""
 _REMEMBERED_S = 10.0
@@ -47,6 +47,8 @@ class Keeper:
         self._answers = answers
         self._master = master
         self._client: Client | None = None
+        self._reachable = True
+        """Whether the master took a connection when it was last tried: the library may notice nothing."""
         self._retired: list[Client] = []
         """Replaced, with stragglers inside perhaps."""
         self._buffer = (0, 0)
@@ -72,7 +74,7 @@ class Keeper:
             client, problem = self._client, self._problem
         if client is None:
             raise StorageError(problem or "the Mooncake client is closed")
-        if not client.healthy():
+        if not self._reachable or not client.healthy():
             raise StorageError(problem or "the Mooncake master does not answer: see whether it runs")
         return client
 
@@ -82,8 +84,14 @@ class Keeper:
             self._buffer = (address, nbytes)
         self.client().register(address, nbytes)
 
+    def hear(self, said: Sequence[int]) -> None:
+        """Learn from the codes of any call whether to look after the master now."""
+        if not codes.UNANSWERED.isdisjoint(said):
+            self._wake.set()
+
     def judge(self, client: Client, said: Sequence[int]) -> None:
         """Learn from the codes of a call that moved bytes, however late it returned."""
+        self.hear(said)
         with self._mutex:
             if client is not self._client or not said:
                 return
@@ -141,13 +149,14 @@ class Keeper:
             return
         self._retired = [client for client in self._retired if not (client.idle and _closed(client))]
         client, now_s = self._client, time.monotonic()
-        healthy = client is not None and client.healthy()
+        self._reachable = self._answers()
+        healthy = self._reachable and client is not None and client.healthy()
         if healthy:
             self._healthy_at_s = now_s
         if client is None or now_s < self._pause_ends_s:
             return
         lost = now_s - self._healthy_at_s > _UNHEALTHY_S
-        if (healthy and self._is_stuck(client)) or (lost and self._answers()):
+        if (healthy and self._is_stuck(client)) or (lost and self._reachable):
             self._replace()
 
     def _is_stuck(self, client: Client) -> bool:

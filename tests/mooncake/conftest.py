@@ -29,7 +29,7 @@ class LentClient(Client):
 
     def __init__(self, store: Store, config: object) -> None:
         self._registered: list[int] = []
-        super().__init__(store, config)
+        super().__init__(store, config, lambda: True)
 
     def register(self, address: int, nbytes: int) -> None:
         super().register(address, nbytes)
