@@ -7,7 +7,7 @@ READY  := $(VENV)/ready
 # Shared libraries that Mooncake's package needs and does not carry.
 LIBRARIES := libibverbs1 libnuma1 libcurl4
 
-.PHONY: help install libraries demo test test-gpu lint format proto bench clean
+.PHONY: help install libraries services demo test test-gpu lint format proto bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,10 +28,18 @@ libraries:  ## the shared libraries that Mooncake needs, where they are missing 
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends $(LIBRARIES) || true; break; \
 	done
 
+services:  ## the servers that tests of storage use, where they are missing and we are root
+	@command -v redis-server >/dev/null || { \
+	    if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	        apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq --no-install-recommends redis-server || true; \
+	    fi; }
+	@command -v redis-server >/dev/null || \
+	    echo "redis-server is missing: its tests will be skipped, or fail with CI=true. apt-get install redis-server" >&2
+
 demo: $(READY)  ## a hybrid model served with L1, L1+L2, L1+L2+L3, and a restart: about three minutes
 	$(BIN)/python -m examples.demo
 
-test: $(READY) libraries  ## all tests, linters and type checks included
+test: $(READY) libraries services  ## all tests, linters and type checks included
 	$(BIN)/python -m pytest
 
 test-gpu: $(READY)  ## the tests that need a CUDA device
@@ -50,6 +58,7 @@ proto: $(READY)  ## regenerate proto/v1 after editing hicache.proto
 bench: $(READY)  ## the benchmarks, one after the other
 	$(BIN)/python -m bench.index
 	$(BIN)/python -m bench.copy
+	$(BIN)/python -m bench.storage
 
 clean:  ## remove what make made
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
