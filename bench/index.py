@@ -11,15 +11,16 @@ import gc
 import json as json_module
 import platform
 import random
-import resource
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from bench.workload import bushy_tree, conversation, deep_tree
+from hicache.core.columns import Node
 from hicache.core.coverage import Checkpoint, Component, SlidingWindow, WholePath
 from hicache.core.identity import Namespace
 from hicache.core.structure import Cursor
@@ -127,18 +128,10 @@ class TreeFigures:
     kinds: str
     page_size: int
     pages: int
-    build_us_per_prompt: float
+    nodes: int
     bytes_per_page: float
-    match_hit_us: float
-    match_miss_us: float
-    match_part_us: float
-    pin_unpin_us: float
-    insert_us: float
-    insert_split_us: float
-    evict_1_us: float
-    evict_1_max_us: float
-    evict_1000_us: float
-    evict_1_worst_lane_us: float
+    """Everything the tree holds beside token ids."""
+    us: Mapping[str, float]
 
 
 def timed(call: Callable[[int], object], n: int) -> list[float]:
@@ -154,51 +147,70 @@ def tree_figures(shape: str, kinds: str, page_size: int, quick: bool) -> TreeFig
     scale = 50 if quick else 1000
     prompts: Iterable[list[int]] = bushy_tree(scale) if shape == "bushy" else deep_tree(scale)
     engine = Engine(kinds, page_size)
-    index, namespace, rng = engine.index, engine.namespace, random.Random(7)
-    gc.collect()
-    rss, started, n_prompts, kept = _rss_bytes(), 0.0, 0, dict[int, list[int]]()
-    for prompt in prompts:
+    index, rng = engine.index, random.Random(7)
+    kept: dict[int, TokenArray] = {}
+    build = []
+    for number, prompt in enumerate(prompts):
         tokens = np.array(prompt, dtype=np.int32)
-        begun = time.thread_time()
-        engine.insert(tokens)
-        started += time.thread_time() - begun
-        kept[rng.randrange(6000) if shape == "bushy" else n_prompts % scale] = prompt
-        n_prompts += 1
-    gc.collect()
+        build += timed(lambda _, tokens=tokens: engine.insert(tokens), 1)  # type: ignore[misc]  # default binds
+        kept[rng.randrange(6000) if shape == "bushy" else number % scale] = tokens
+    nodes = list(index._occupancy.nodes())
     n_pages = index.resident("full", DEVICE)
-    per_page = (_rss_bytes() - rss) / n_pages - 4 * page_size
-    probes = list(kept.values())
-    rng.shuffle(probes)
-    keys = [np.array(prompt, dtype=np.int32) for prompt in probes]
-    n = min(1000, len(keys) // 4)
-    hit = timed(lambda i: index.match(namespace, keys[i]), n)
-    miss = timed(lambda i: index.match(namespace, np.full(192, -i - 5, dtype=np.int32)), n)
-    pinned = timed(_pin_unpin(engine, keys), n)
-    insert = timed(_insert(engine, [prompt[:-64] for prompt in probes[n : 2 * n]], 64), n)
-    cut = max(page_size, 32 // page_size * page_size)
-    part = [np.array(prompt[: len(prompt) - 64 + cut] + [300_001] * 64, dtype=np.int32) for prompt in probes]
-    partly = timed(lambda i: index.match(namespace, part[2 * n + i]), n)
-    split = timed(_insert(engine, [p[: len(p) - 64 + cut] for p in probes[3 * n : 4 * n]], 64), n)
-    one = timed(lambda _: index.evict("full", DEVICE, 1), 200)
-    thousand = timed(lambda _: index.evict("full", DEVICE, 1000), 5)
-    lanes = [timed(_evict_one(index, kind), 100) for kind in kinds.split("+")]
-    medians = (hit, miss, partly, pinned, insert, split, one)
-    return TreeFigures(
-        shape,
-        kinds,
-        page_size,
-        n_pages,
-        round(started / n_prompts * 1e6, 1),
-        round(per_page, 1),
-        *(round(statistics.median(values), 1) for values in medians),
-        round(max(one), 1),
-        round(statistics.median(thousand), 1),
-        round(max(statistics.median(values) for values in lanes), 1),
-    )
+    held = sum(_node_bytes(node) for node in nodes)
+    keys = list(kept.values())
+    rng.shuffle(keys)
+    spent = {"build a prompt": build} | _reads_and_inserts(engine, keys) | _evictions(engine, keys)
+    us = {name: round(statistics.median(values), 1) for name, values in spent.items()}
+    us["evict 1, slowest of 200"] = round(max(spent["evict 1"]), 1)
+    return TreeFigures(shape, kinds, page_size, n_pages, len(nodes), round(held / n_pages, 1), us)
 
 
-def _evict_one(index: Index, kind: str) -> Callable[[int], object]:
-    return lambda _: index.evict(kind, DEVICE, 1)
+def _reads_and_inserts(engine: Engine, keys: list[TokenArray]) -> dict[str, list[float]]:
+    index, namespace, n = engine.index, engine.namespace, min(1000, len(keys) // 4)
+    cut = 64 - max(engine.page_size, 32 // engine.page_size * engine.page_size)
+    other = np.full(64, 300_001, dtype=np.int32)
+    part = [np.concatenate([key[:-cut], other]) for key in keys[2 * n : 3 * n]]
+    return {
+        "match, hit": timed(lambda i: index.match(namespace, keys[i]), n),
+        "match, miss": timed(lambda i: index.match(namespace, np.full(192, -i - 5, dtype=np.int32)), n),
+        "match, ends in a node": timed(lambda i: index.match(namespace, part[i]), n),
+        "pin + unpin": timed(_pin_unpin(engine, keys[:n]), n),
+        "insert a leaf": timed(_insert(engine, [key[:-64] for key in keys[n : 2 * n]], 64), n),
+        "insert, divides a node": timed(_insert(engine, [key[:-cut] for key in keys[3 * n : 4 * n]], 64), n),
+    }
+
+
+def _evictions(engine: Engine, keys: list[TokenArray]) -> dict[str, list[float]]:
+    index, namespace = engine.index, engine.namespace
+    spent = {
+        "evict 1": timed(_evict(index, "full", 1), 200),
+        "evict 1000": timed(_evict(index, "full", 1000), 5),
+    }
+    for component in index.shape.components[1:]:
+        spent[f"evict 1 of {component.name}"] = timed(_evict(index, component.name, 1), 100)
+    for key in keys:
+        match = index.match(namespace, key)
+        index.touch(match.cursor, match.boundaries[DEVICE])
+    spent["evict 1, first after touching 6000"] = timed(_evict(index, "full", 1), 1)
+    for number, key in enumerate(keys):
+        match = index.match(namespace, key)
+        turn = index.sessions.begin(str(number))
+        index.sessions.finish(turn, match.cursor, match.boundaries[DEVICE])
+    spent["evict 1, 6000 sessions"] = timed(_evict(index, "full", 1), 200)
+    spent["evict 1000, 6000 sessions"] = timed(_evict(index, "full", 1000), 5)
+    return spent
+
+
+def _node_bytes(node: Node) -> int:
+    """What a node holds beside its token ids."""
+    parts: list[object] = [node, node.block, node.use, node.present, node.below, node.high, node.queued]
+    parts += [part for part in (node.rank, node.refs, node.hashes, node.children) if part is not None]
+    keys = sum(map(sys.getsizeof, node.children or ()))
+    return sum(map(sys.getsizeof, parts)) + sys.getsizeof(node.tokens) - len(node.tokens) + keys
+
+
+def _evict(index: Index, kind: str, pages: int) -> Callable[[int], object]:
+    return lambda _: index.evict(kind, DEVICE, pages)
 
 
 def _pin_unpin(engine: Engine, keys: Sequence[TokenArray]) -> Callable[[int], object]:
@@ -211,13 +223,13 @@ def _pin_unpin(engine: Engine, keys: Sequence[TokenArray]) -> Callable[[int], ob
     return call
 
 
-def _insert(engine: Engine, heads: Sequence[list[int]], n_tokens: int) -> Callable[[int], object]:
+def _insert(engine: Engine, heads: Sequence[TokenArray], n_tokens: int) -> Callable[[int], object]:
     """Insert of one new leaf behind each head; slots and tokens are prepared."""
     rng = random.Random(8)
     prepared = []
     for i, head in enumerate(heads):
         body = [200_000 + i] + [rng.randrange(1, 150_000) for _ in range(n_tokens - 1)]
-        tokens = np.array(head + body, dtype=np.int32)
+        tokens = np.concatenate([head, np.array(body, dtype=np.int32)])
         match = engine.index.match(engine.namespace, tokens)
         slots = engine.offer(match.n_pages, len(tokens) // engine.page_size)
         prepared.append((tokens, slots, match.n_pages))
@@ -227,11 +239,6 @@ def _insert(engine: Engine, heads: Sequence[list[int]], n_tokens: int) -> Callab
         engine.index.insert(engine.namespace, tokens, slots, tier=DEVICE, first_page=first)
 
     return call
-
-
-def _rss_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
 
 
 def run(json: bool = False, quick: bool = False) -> None:
@@ -249,6 +256,7 @@ def run(json: bool = False, quick: bool = False) -> None:
 
 def _show(row: TurnFigures | TreeFigures, json: bool) -> None:
     fields = asdict(row)
+    fields |= fields.pop("us", {})
     if json:
         print(json_module.dumps(fields), flush=True)
     else:

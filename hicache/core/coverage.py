@@ -104,17 +104,51 @@ def joint_boundary(coverages: Sequence[Coverage], available: Sequence[BoolArray]
     """The deepest boundary <= `limit` (pages) at which every component's coverage is available.
 
     `available[i]` says for each page whether component i can be read; it may be shorter than the
-    limit, pages beyond it are missing. A boundary b is good for a component when its last missing
-    page before b lies before `start(b)`; all boundaries are judged at once, as arrays.
+    limit, pages beyond it are missing. If page m is the last missing page of a coverage, no boundary in
+    (m, b] can be valid, because `start` never decreases, and the next one ends behind a page that is
+    there. A few such jumps settle it as a rule; where there are many gaps all boundaries are judged at
+    once.
     """
     limit = max(0, min([limit, *(len(a) for a in available)]))
     for coverage, pages in zip(coverages, available, strict=True):
         if coverage.whole_path:
             limit = leading(pages[:limit])
+    rest = [
+        (coverage, pages)
+        for coverage, pages in zip(coverages, available, strict=True)
+        if not coverage.whole_path
+    ]
+    boundary = limit
+    for _ in range(_JUMPS):
+        before = boundary
+        for coverage, pages in rest:
+            boundary = _jump(coverage, pages, boundary)
+        if boundary == before:
+            return boundary
+    return _deepest(rest, boundary)
+
+
+_JUMPS = 8
+
+
+def _jump(coverage: Coverage, pages: BoolArray, boundary: int) -> int:
+    """The boundary itself when it is valid for one component, else one that the next valid is not above."""
+    if not boundary:
+        return 0
+    start = coverage.start(boundary)
+    window = pages[start:boundary][::-1]
+    gap = int(window.argmin())
+    if window[gap]:
+        return boundary
+    there = pages[: boundary - 1 - gap][::-1]
+    return len(there) - int(there.argmax()) if there.any() else 0
+
+
+def _deepest(parts: Sequence[tuple[Coverage, BoolArray]], limit: int) -> int:
+    """The deepest valid boundary, from the last gap before every boundary."""
     boundaries = np.arange(1, limit + 1)
     good = np.ones(limit, dtype=np.bool_)
-    for coverage, pages in zip(coverages, available, strict=True):
-        if not coverage.whole_path:
-            last_gap = np.maximum.accumulate(np.where(pages[:limit], -1, boundaries - 1))
-            good &= last_gap < coverage.starts(boundaries)
+    for coverage, pages in parts:
+        last_gap = np.maximum.accumulate(np.where(pages[:limit], -1, boundaries - 1))
+        good &= last_gap < coverage.starts(boundaries)
     return limit - int(good[::-1].argmax()) if good.any() else 0
