@@ -224,8 +224,7 @@ class LoadBack:
 
     def _end(self, load: Load) -> bool:
         """A settled load: into the index as a whole, or back to the pool as a whole. Whether it is in."""
-        if load.epoch == self._lower.epoch:
-            self._lower.release(load.lease)
+        self._lower.release(load.lease)
         usable = load.transfer.outcome is Outcome.OK and self._completes(load)
         if not usable:
             for name, placement in load.placements.items():

@@ -297,6 +297,8 @@ class Client:
             self._connection = None
             self._attached.clear()
             connection.close()
+            if not connection.serial:  # never accepted: nothing was asked of that process
+                daemon.close()
 
     def _open(self, channel: grpc.Channel, connection: Connection) -> _Stream:
         attach = channel.stream_stream(
@@ -348,7 +350,9 @@ class Client:
             connection.daemon.boot_id = registered.boot_id
             self._daemon = connection.daemon
             self._epoch += 1
-        connection.daemon = self._daemon
+        else:
+            connection.daemon.close()
+            connection.daemon = self._daemon
         self._daemon.accepted += 1
         connection.accepted(registered)
         if not self._daemon.visible:

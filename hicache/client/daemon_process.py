@@ -33,12 +33,18 @@ class DaemonProcess:
             return  # another pid namespace, or gone already: death cannot be proved
         self._visible = True
         self._poll.register(pidfd, select.POLLIN)
-        weakref.finalize(self, os.close, pidfd)
+        self._release = weakref.finalize(self, os.close, pidfd)
 
     @property
     def visible(self) -> bool:
         """Whether the process's death can be observed from here."""
         return self._visible
+
+    def close(self) -> None:
+        """For one that nothing has been asked of: give the pidfd back now."""
+        if self._visible:
+            self._visible = False
+            self._release()
 
     def dead(self) -> bool:
         """Whether the process is known to have ended: none of its threads runs, so it moves no byte."""
