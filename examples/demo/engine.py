@@ -138,7 +138,10 @@ class Engine(Generic[R]):
     def serve(self, ask: Ask) -> Served:
         """Prefill what the cache does not have, decode greedily, hand everything computed to the cache.
 
-        Raises EngineError when the memory cannot hold the request."""
+        Raises EngineError when the model or the memory cannot hold the request."""
+        n_tokens, most = len(ask.prompt) + ask.answer_tokens, self._model.shape.max_tokens
+        if not len(ask.prompt) or ask.answer_tokens < 1 or n_tokens > most:
+            raise EngineError(f"{ask.request_id}: prompt and answer take 1 to {most} tokens, not {n_tokens}")
         started, tokens_before = time.perf_counter(), self._model.n_tokens
         running = self._begin(ask)
         try:

@@ -175,6 +175,14 @@ class TestEngine:
         served = self._served([np.concatenate((stem, tail)) for tail in rest])
         assert [(each.boundary, each.branching_boundary) for each in served] == [(0, 0), (0, 10), (10, 10)]
 
+    @pytest.mark.parametrize(("prompt", "answer"), [(0, 1), (5, 0), (1020, 5)])
+    def test_a_request_that_the_model_cannot_take_is_refused_at_once(self, prompt: int, answer: int) -> None:
+        memory, model, cache = _machine(PLENTY)
+        with pytest.raises(EngineError, match="take 1 to 1024 tokens"):
+            Engine(model, memory, cache).serve(Ask("odd", np.zeros(prompt, dtype=np.int32), answer))
+        assert model.n_tokens == 0
+        assert cache.audit() == []
+
     def test_a_request_that_does_not_fit_fails_with_a_reason_and_leaves_nothing_behind(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
