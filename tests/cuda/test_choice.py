@@ -72,17 +72,17 @@ class TestRoutesWithoutDevices(CopyEngineLaws):
         return lambda: Routes(CpuCopyEngine())
 
 
-class Clock:
-    """Time passes by the pieces that were moved: 2 s each by the copy engine, 1 s by the kernel, and 100 s
-    for a launch."""
+class Timed:
+    """An engine on which a piece costs 1 s by the copy engine, and a launch `launch_s` by the kernel."""
 
-    def __init__(self, cuda: FakeCuda, per_piece_s: float, per_launch_s: float) -> None:
-        self._cuda = cuda
-        self._per_piece_s, self._per_launch_s = per_piece_s, per_launch_s
+    def __init__(self, launch_s: float) -> None:
+        self.choice: object = Always(kernel=False)
+        self.now_s = 0.0
+        self._launch_s = launch_s
 
-    def __call__(self) -> float:
-        calls = self._cuda.calls
-        return self._per_piece_s * calls.count("copy") + self._per_launch_s * calls.count("launch")
+    def copy(self, table: CopyTable) -> None:
+        by_kernel = bool(self.choice.by_kernel(Direction.LOAD, table.nbytes).all())  # type: ignore[attr-defined]
+        self.now_s += self._launch_s if by_kernel else len(table)
 
 
 @pytest.mark.parametrize(
@@ -96,18 +96,23 @@ class Clock:
     ],
 )
 def test_the_cheaper_way_is_chosen_by_measurement(launch_s: float, by_kernel: list[bool]) -> None:
-    cuda = FakeCuda(strict=False, batch=False)
-    engine = engine_on(cuda, Always(kernel=False))
+    cuda, engine = FakeCuda(), Timed(launch_s)
     before = engine.choice
-    measured = calibrate(engine, cuda, 0, now_s=Clock(cuda, 1.0, launch_s))
+    measured = calibrate(engine, cuda, 0, now_s=lambda: engine.now_s)  # type: ignore[arg-type]
     for direction in Direction:
         sizes = np.repeat(np.array(SIZES, dtype=np.uint64), LEAST_PIECES)
         assert measured.by_kernel(direction, sizes)[::LEAST_PIECES].tolist() == by_kernel
     assert engine.choice is before
     assert len(measured.lines()) == 2 * len(SIZES)
-    assert [one for one in cuda.leftovers() if "registration" in one] == [
-        f"registration of {3 * 8 * (16 << 10)} bytes"  # the kernel's own table, kept for later
-    ]
+    assert cuda.leftovers() == []
+
+
+def test_what_is_measured_are_real_copies_both_ways() -> None:
+    """The samples are within their memory: the strict device would object."""
+    cuda = FakeCuda()
+    measured = calibrate(engine_on(cuda, Always(kernel=False)), cuda, 0, sample_bytes=1 << 20)
+    assert {size for by_size in measured.seconds.values() for size in by_size} == set(SIZES)
+    assert cuda.violations == []
 
 
 def test_few_pieces_are_not_worth_a_launch() -> None:

@@ -34,6 +34,7 @@ class Calibration:
     """Seconds for a sample, per direction: {size: (copy engine, kernel)}. See Choice."""
 
     seconds: Mapping[Direction, Mapping[int, tuple[float, float]]]
+    sample_bytes: int = SAMPLE_BYTES
 
     def by_kernel(self, direction: Direction, nbytes: AddressArray) -> BoolArray:
         measured = self.seconds[direction]
@@ -47,8 +48,10 @@ class Calibration:
 
     def lines(self) -> list[str]:
         """What was measured, in words, for the log."""
+        gigabytes = self.sample_bytes / 1e9
         return [
-            f"{direction.value} {size} B: copy engine {_rate(engine_s):.1f} GB/s, kernel {_rate(kernel_s):.1f}"
+            f"{direction.value} {size} B: {gigabytes / max(engine_s, 1e-9):.1f} GB/s by copy engine, "
+            f"{gigabytes / max(kernel_s, 1e-9):.1f} by kernel"
             for direction, measured in self.seconds.items()
             for size, (engine_s, kernel_s) in sorted(measured.items())
         ]
@@ -59,15 +62,16 @@ def calibrate(
     memory: DeviceMemory,
     device: int,
     *,
+    sample_bytes: int = SAMPLE_BYTES,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """Measure. Nobody else may use `engine` meanwhile: its choice is replaced, and put back. Raises
     CudaError, CopyError."""
     before = engine.choice
     seconds: dict[Direction, dict[int, tuple[float, float]]] = {}
-    on_device = memory.allocate(device, 2 * SAMPLE_BYTES)
+    on_device = memory.allocate(device, 2 * sample_bytes)
     try:
-        host = PinnedBuffer(memory, 2 * SAMPLE_BYTES)
+        host = PinnedBuffer(memory, 2 * sample_bytes)
     except CudaError:
         memory.free(device, on_device)
         raise
@@ -75,7 +79,7 @@ def calibrate(
         for direction in Direction:
             seconds[direction] = {}
             for size in SIZES:
-                sample = _sample(direction, size, host.address, on_device)
+                sample = _sample(direction, size, sample_bytes, host.address, on_device)
                 times = []
                 for kernel in (False, True):
                     engine.choice = Always(kernel=kernel)
@@ -85,12 +89,12 @@ def calibrate(
         engine.choice = before
         host.close()
         memory.free(device, on_device)
-    return Calibration(seconds)
+    return Calibration(seconds, sample_bytes)
 
 
-def _sample(direction: Direction, size: int, host: int, device: int) -> CopyTable:
+def _sample(direction: Direction, size: int, sample_bytes: int, host: int, device: int) -> CopyTable:
     """Every second piece on either side: nothing can be joined."""
-    n_pieces = SAMPLE_BYTES // size
+    n_pieces = sample_bytes // size
     steps = np.arange(n_pieces, dtype=np.uint64) * np.uint64(2 * size)
     on_host, on_device = steps + np.uint64(host), steps + np.uint64(device)
     source, target = (on_host, on_device) if direction is Direction.LOAD else (on_device, on_host)
@@ -104,7 +108,3 @@ def _best_s(engine: CopyEngine, sample: CopyTable, now_s: Callable[[], float]) -
         engine.copy(sample)
         times.append(now_s() - begun_s)
     return min(times)
-
-
-def _rate(seconds: float) -> float:
-    return SAMPLE_BYTES / max(seconds, 1e-9) / 1e9
