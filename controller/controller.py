@@ -51,8 +51,6 @@ from hicache.core.words import BoolArray, PageArray
 T = TypeVar("T")
 TICK_S = 0.5
 """How often leases and prefetches are looked at for expiry."""
-DRAIN_S = 10.0
-"""How long a stop waits for writes that are due."""
 
 
 class HybridCacheController:
@@ -76,8 +74,9 @@ class HybridCacheController:
         self._leases = LeaseTable(settings.lease_s, self._now)
         self._copier = Copier(scheduler, settings.copy_timeout_s, ready)
         stack = StorageStack()
-        self._shelving = Shelving(stack, self._host, settings, self.counters)
-        self._backups = Backups(self._host, self._copier, self._shelving, self.counters)
+        self.storage = Shelving(stack, self._host, settings, self.counters)
+        """The storage tiers: to attach, update and detach them."""
+        self._backups = Backups(self._host, self._copier, self.storage, self.counters)
         reader = StorageReader(stack, self._host, scheduler, settings, self.counters)
         self._prefetches = Prefetches(self._host, reader, settings, self.counters)
         self._background: list[asyncio.Task[None]] = []
@@ -88,11 +87,11 @@ class HybridCacheController:
         """Start the background work."""
         self._background.append(asyncio.create_task(self._expire_for_ever(), name="expiry"))
 
-    async def stop(self) -> None:
-        """Detach every engine, write what is due within a bound, stop the background work."""
+    async def stop(self, drain_s: float) -> None:
+        """Detach every engine, write what is due within `drain_s`, stop the background work."""
         for engine_id in list(self._engines):
             await self.detach(engine_id)
-        await self._shelving.stop(DRAIN_S)
+        await self.storage.stop(drain_s)
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -209,17 +208,20 @@ class HybridCacheController:
                     slots[name] = device, host
             return await self._copier.copy(Direction.LOAD, engine, slots, ready=load.ready, cells=load.cells)
 
+        async def step() -> int:
+            """The job itself uses the lease: a caller that gives up does not end the use."""
+            try:
+                about = ("load", load.lease_id)
+                return await group.meet(engine.spec.rank, about, 2 * self._settings.copy_timeout_s, copy())
+            finally:
+                self._leases.end_use(lease)
+
         self._leases.begin_use(lease)
         try:
-            step = group.meet(
-                engine.spec.rank, ("load", load.lease_id), 2 * self._settings.copy_timeout_s, copy()
-            )
-            nbytes = await self._job(engine, step)
+            nbytes = await self._job(engine, step())
         except TransferFailed:
             self.counters.load_failures += 1
             raise
-        finally:
-            self._leases.end_use(lease)
         self.counters.loads += 1
         self.counters.load_bytes += nbytes
         self.counters.load_pages += sum(len(placement.pages) for placement in load.components.values())
@@ -281,11 +283,6 @@ class HybridCacheController:
 
     # -- for operators -------------------------------------------------------------------------------
 
-    @property
-    def storage(self) -> Shelving:
-        """The storage tiers: to attach, update and detach them."""
-        return self._shelving
-
     def flush(self) -> tuple[int, int]:
         """Drop every host page that nothing holds; returns pages dropped and pages kept."""
         return self._host.flush()
@@ -294,7 +291,7 @@ class HybridCacheController:
         """How everything stands now."""
         problems = list(self._scheduler.problems())
         problems += [f"{task.get_name()} has died" for task in self._background if task.done()]
-        problems += self._shelving.problems()
+        problems += self.storage.problems()
         now = self._now()
         pools = tuple(pool for model in self._host.models for pool in model.pools())
         return Status(
@@ -310,7 +307,7 @@ class HybridCacheController:
                 for engine_id, engine in self._engines.items()
             ),
             pools=pools,
-            backends=self._shelving.status(),
+            backends=self.storage.status(),
             counters=self.counters.snapshot(),
             host_used_bytes=self._host.used_bytes,
             host_capacity_bytes=self._host.capacity_bytes,

@@ -39,6 +39,10 @@ class Busy(RequestError):  # noqa: N818
     """No room for this now; a later try may succeed."""
 
 
+class Refused(RequestError):  # noqa: N818
+    """As things stand this is not done; the text says what stands in the way. Nothing has changed."""
+
+
 class TransferFailed(RequestError):  # noqa: N818
     """Bytes could not be moved; nothing was published and nothing may be used."""
 
@@ -222,6 +226,13 @@ class BackendStatus:
     used_bytes: int
     capacity_bytes: int
     queued_writes: int
+    queued_bytes: int
+    read: bool
+    write: bool
+    breaker: str
+    """closed: asked as usual; open: not asked; half_open: tried."""
+    off: tuple[str, ...]
+    """What it does not do, and why: each begins with the capability."""
 
 
 @dataclass(frozen=True)

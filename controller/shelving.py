@@ -7,6 +7,7 @@ holds of it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from controller.counters import Counters
@@ -134,4 +135,18 @@ def _status(served: Served) -> BackendStatus:
         used_bytes=usage.used_bytes,
         capacity_bytes=usage.capacity_bytes,
         queued_writes=served.writer.n_queued,
+        queued_bytes=served.writer.queued_bytes,
+        read=served.member.policy.read,
+        write=served.member.policy.write,
+        breaker=served.member.breaker.state.value,
+        off=tuple(_off(served.member)),
     )
+
+
+def _off(member: Member) -> Iterator[str]:
+    if not member.policy.read:
+        yield "read: switched off; frames are not looked for here"
+    if not member.policy.write:
+        yield "write: switched off; frames are not written here"
+    if member.tier.healthy and not member.tier.usage().capacity_bytes:
+        yield "usage: the backend tells no capacity; watch it where it runs"

@@ -81,6 +81,10 @@ class StorageWriter:
         return len(self._queue) + (not self._idle.is_set() and not self._queue)
 
     @property
+    def queued_bytes(self) -> int:
+        return self._queued_bytes
+
+    @property
     def n_queued_frames(self) -> int:
         return sum(len(due.frames) for due in self._queue)
 
@@ -163,8 +167,11 @@ class StorageWriter:
         pages = {name: np.array(found, dtype=np.int32) for name, found in by_component.items()}
         receipt = index.pin_pages(cursor, pages, tier=HOST)
         items = [item for frame in live for item in frame.items]
-        transfer = await self._member.move("write", items, self._settings.storage_timeout_s)
-        transfer.settled.add_done_callback(lambda _: index.unpin(receipt))
+        moving = asyncio.ensure_future(self._member.move("write", items, self._settings.storage_timeout_s))
+        moving.add_done_callback(
+            lambda moved: moved.result().settled.add_done_callback(lambda _: index.unpin(receipt))
+        )
+        transfer = await asyncio.shield(moving)  # the pin ends with the bytes, also when this writer is ended
         answers = iter(transfer.outcomes)
         became = [[next(answers) for _ in frame.items] for frame in live]
         failed = [Outcome.FAILED in outcomes for outcomes in became]

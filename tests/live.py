@@ -60,7 +60,7 @@ class LiveDaemon:
             "server": {"socket": str(folder / "h.sock")},
             "host": {"capacity": capacity},
             "http": None,
-            "storage": {"backend": {"kind": "file", "path": str(self.objects)}},
+            "storage": {"tiers": [{"backend": {"kind": "file", "path": str(self.objects)}}]},
         }
         self._config.write_text(yaml.safe_dump(config | sections))
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,7 +1,7 @@
 """Configuration: one YAML file, every key declared once with unit, default, bound and meaning.
 
 Decides what a valid file is; every complaint names the key's path and the remedy. Opens nothing, starts
-nothing, reads no environment variables: what the file says is all there is.
+nothing. Of the environment it reads only what a storage backend's text names as `${NAME}`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 _UNITS = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 _UNITS |= {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+_IN_BACKEND = re.compile(r"(^|\.)backend\.")
+_VARIABLE = re.compile(r"\$\{([^}]*)\}")
 SOCKET_PATH_BYTES = 107
 """Longest path a Unix socket can have (Linux, sun_path less its end mark)."""
 FD_SUFFIX, CLAIM_SUFFIX = ".fds", ".lock"
@@ -90,14 +92,28 @@ class Transfers(Section, frozen=True, kw_only=True):
     device, none without a GPU. `cpu`: use no GPU. `cuda`: the driver's copies. `cuda-kernel`: a kernel."""
 
 
+class TierEntry(Section, frozen=True, kw_only=True):
+    """One storage tier: a backend, and what it is used for."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
+    """What status, metrics and commands call it; empty for the backend's kind. Each name once."""
+    backend: BackendSpec
+    """Where frames are stored; `kind` says what it is. `${NAME}` in its texts stands for the daemon's
+    environment variable of that name, so that one text serves many nodes."""
+    read: bool = True
+    """Whether frames are looked for here."""
+    write: bool = True
+    """Whether frames are written here."""
+    required: bool = True
+    """Whether the daemon refuses to start, or the tier to be attached, when the backend cannot be opened.
+    Otherwise the tier is there, health says what is wrong, and opening is tried again and again."""
+
+
 class Storage(Section, frozen=True, kw_only=True):
     """The third tier. Leave the section out to run without."""
 
-    backend: BackendSpec
-    """Where frames are stored; `kind` says what it is."""
-    required: bool = True
-    """Whether the daemon refuses to start when the backend cannot be opened. Otherwise it starts without
-    storage, says so in its health, and keeps trying."""
+    tiers: Annotated[tuple[TierEntry, ...], Meta(min_length=1, max_length=16)]
+    """Where frames are stored: the first is asked first, each that writes gets everything."""
     prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "hicache"
     """First part of every storage key: letters, digits, `.`, `_`, `-`."""
     timeout_s: Seconds = 2.0
@@ -218,21 +234,50 @@ def parse(text: str) -> Config:
     try:
         config = msgspec.convert(_plain(raw, ""), Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explained(str(error))) from error
+        raise ConfigError(_explained(str(error), Config)) from error
     return _checked(config)
 
 
+def parse_tier(name: str, backend: str, *, read: bool, write: bool, required: bool) -> TierEntry:
+    """Check a storage tier whose backend is YAML or JSON text, as under `storage.tiers`. Raises
+    ConfigError."""
+    try:
+        raw: object = _Loader(backend).get_single_data()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"backend: not YAML: {error}") from error
+    given = {"name": name, "backend": raw, "read": read, "write": write, "required": required}
+    try:
+        entry = msgspec.convert(_plain(given, ""), TierEntry)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explained(str(error), TierEntry)) from error
+    return _checked_tier(entry, "")
+
+
 def _plain(value: object, path: str) -> object:
-    """Sizes as integers; keys as text; no NaN or infinity, which would pass every bound."""
+    """Sizes as integers; keys as text; variables filled in; no NaN or infinity, which would pass every
+    bound."""
     if isinstance(value, dict):
         return {str(key): _plain(item, _join(path, str(key))) for key, item in value.items()}
     if isinstance(value, list):
         return [_plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path}: {value} is not a usable number; give a finite one")
-    if isinstance(value, str) and _is_size(path.rpartition(".")[2]):
-        return parse_size(value, path)
+    if isinstance(value, str):
+        text = _filled(value, path) if _IN_BACKEND.search(path) else value
+        return parse_size(text, path) if _is_size(path.rpartition(".")[2]) else text
     return value
+
+
+def _filled(text: str, path: str) -> str:
+    """The text with `${NAME}` as this node has it."""
+
+    def value(found: re.Match[str]) -> str:
+        name = found.group(1)
+        if name not in os.environ:
+            raise ConfigError(f"{path}: the daemon's environment has no variable {name!r}; set it")
+        return os.environ[name]
+
+    return _VARIABLE.sub(value, text)
 
 
 def _is_size(key: str) -> bool:
@@ -256,12 +301,12 @@ def format_size(nbytes: int) -> int | str:
     return nbytes
 
 
-def _explained(message: str) -> str:
-    """msgspec's complaint with our path first and a remedy last."""
+def _explained(message: str, root: type[Section]) -> str:
+    """msgspec's complaint about a section with our path first and a remedy last."""
     what, _, where = message.partition(" - at `$")
     path = where.rstrip("`").lstrip(".")
     if unknown := re.match(r"Object contains unknown field `(.*)`", what):
-        known = list(_keys_at(path))
+        known = list(_keys_at(path, root))
         close = difflib.get_close_matches(unknown.group(1), known, n=1)
         remedy = f"did you mean `{close[0]}`?" if close else f"known keys here: {', '.join(known)}"
         return f"{_join(path, unknown.group(1))}: unknown key; {remedy}"
@@ -269,7 +314,7 @@ def _explained(message: str) -> str:
         if missing.group(1) == "kind":
             return f"{_join(path, 'kind')}: missing; write one of: {', '.join(_kinds())}"
         return f"{_join(path, missing.group(1))}: missing; add it"
-    if path.endswith(".kind"):
+    if path.endswith("backend.kind"):
         return f"{path}: {what}; write one of: {', '.join(_kinds())}"
     return f"{path or 'the file'}: {what}; see deploy/hicache.yaml for what is allowed"
 
@@ -292,16 +337,16 @@ def _kinds() -> list[str]:
     return [str(spec.__struct_config__.tag) for spec in _specs()]
 
 
-def _keys_at(path: str) -> Iterator[str]:
-    """The keys that may stand at a path."""
-    if path == "storage.backend":
+def _keys_at(path: str, root: type[Section]) -> Iterator[str]:
+    """The keys that may stand at a path under a section."""
+    if path.endswith("backend"):
         yield "kind"
         for spec in _specs():
             yield from spec.__struct_fields__
         return
-    here: type[Struct] = Config
+    here: type[Struct] = root
     for key in filter(None, path.split(".")):
-        hint = get_type_hints(here).get(key)
+        hint = get_type_hints(here).get(key.partition("[")[0])
         hints = (hint, *get_args(hint))
         options = [one for one in hints if isinstance(one, type) and issubclass(one, Struct)]
         if not options:
@@ -330,10 +375,12 @@ def _checked(config: Config) -> Config:
         )
     if server.tcp is not None:
         _check_loopback(server.tcp)
-    if storage is not None and isinstance(storage.backend, FileSpec):
-        path = _absolute(storage.backend.path, "storage.backend.path")
-        backend = msgspec.structs.replace(storage.backend, path=path)
-        storage = msgspec.structs.replace(storage, backend=backend)
+    if storage is not None:
+        tiers = tuple(_checked_tier(one, f"storage.tiers[{i}]") for i, one in enumerate(storage.tiers))
+        for i, one in enumerate(tiers):
+            if any(one.name == other.name for other in tiers[:i]):
+                raise ConfigError(f"storage.tiers[{i}].name: {one.name!r} is taken; name each tier once")
+        storage = msgspec.structs.replace(storage, tiers=tiers)
     if http is not None:
         try:
             ipaddress.ip_address(http.address)
@@ -347,6 +394,15 @@ def _checked(config: Config) -> Config:
             "raise the maximum or lower the base"
         )
     return msgspec.structs.replace(config, server=server, storage=storage)
+
+
+def _checked_tier(tier: TierEntry, path: str) -> TierEntry:
+    """With its name, and its backend's path, as they are used."""
+    backend = tier.backend
+    if isinstance(backend, FileSpec):
+        absolute = _absolute(backend.path, _join(path, "backend.path"))
+        backend = msgspec.structs.replace(backend, path=absolute)
+    return msgspec.structs.replace(tier, name=tier.name or kind_of(backend), backend=backend)
 
 
 def _absolute(path: str, key: str) -> str:

@@ -23,9 +23,10 @@ from grpc_reflection.v1alpha import reflection
 
 from controller.controller import HybridCacheController
 from controller.daemon import tuning
+from controller.daemon.admin import AdminService
 from controller.daemon.attachments import Attachments
 from controller.daemon.claim import ClaimError, SocketClaim
-from controller.daemon.config import FD_SUFFIX, Config, Http, Server, Storage, format_size, kind_of
+from controller.daemon.config import FD_SUFFIX, Config, Http, Server, format_size, kind_of
 from controller.daemon.faults import Faults
 from controller.daemon.gpus import GpuMissing, open_gpus
 from controller.daemon.grpc_server import server_options, stop_serving
@@ -33,12 +34,12 @@ from controller.daemon.handoff import Handoff
 from controller.daemon.http import HttpServer
 from controller.daemon.metrics import RequestMetrics, StatusCollector, make_registry
 from controller.daemon.readiness import Readiness
-from controller.daemon.service import AdminService, HybridCacheService
+from controller.daemon.service import HybridCacheService
+from controller.daemon.tiers import StorageTiers
 from controller.daemon.verbs import Verbs
 from controller.daemon.wire import DaemonStatus
 from controller.memory.budget import BudgetError
 from controller.memory.slab import HostSlab, SlabError
-from controller.storage import StorageTier, TierPolicy
 from controller.transfers.cpu import CpuCopyEngine
 from controller.transfers.scheduler import TransferScheduler
 from proto.v1 import hicache_pb2 as pb
@@ -106,7 +107,7 @@ class Daemon:
             "starting",
             version=daemon._version,
             host_capacity=format_size(config.host.capacity),
-            storage=kind_of(config.storage.backend) if config.storage else None,
+            storage=[kind_of(tier.backend) for tier in config.storage.tiers] if config.storage else None,
         )
         claim = SocketClaim(config.server.socket)
         stack.callback(claim.release)
@@ -172,14 +173,11 @@ class Daemon:
             chunk_bytes=config.transfers.chunk_bytes,
         )
         stack.callback(self._close_scheduler)
-        self._tier: StorageTier | None = None
-        if config.storage is not None:
-            spec = config.storage.backend
-            self._tier = StorageTier(kind_of(spec), spec, self._slab.fd, self._slab.nbytes)
-            stack.push_async_callback(self._tier.stop)
         self._controller = HybridCacheController(
             config.controller_settings(), self._slab, self._scheduler, self._gpus
         )
+        self._tiers = StorageTiers(self._controller.storage, self._slab)
+        stack.push_async_callback(self._tiers.stop)
         stack.push_async_callback(self._stop_controller, config.server.grace_s)
 
     def _build_engine_side(self, server: Server, stack: AsyncExitStack) -> None:
@@ -213,7 +211,7 @@ class Daemon:
             grace_s=server.grace_s,
             daemon_pid=os.getpid(),
         )
-        admin = AdminService(self.snapshot, self._controller, self._readiness, self._faults)
+        admin = AdminService(self.snapshot, self._controller, self._tiers, self._readiness, self._faults)
         # The generated functions carry no annotations.
         pb_grpc.add_HybridCacheServicer_to_server(service, self._grpc)  # type: ignore[no-untyped-call]
         pb_grpc.add_AdminServicer_to_server(admin, self._grpc)  # type: ignore[no-untyped-call]
@@ -246,11 +244,9 @@ class Daemon:
     # ---- starting
 
     async def _open(self) -> None:
-        if self._tier is not None and self._config.storage is not None:
-            await self._open_storage(self._tier, self._config.storage)
         await self._controller.start()
-        if self._tier is not None:
-            self._controller.storage.attach(self._tier, TierPolicy())
+        if self._config.storage is not None:
+            await self._tiers.open(self._config.storage.tiers, self._readiness.starting)
 
     def _ready_memory(self) -> None:
         """Back host memory with pages, and pin it where there is a GPU."""
@@ -275,17 +271,6 @@ class Daemon:
             raise _Interrupted
         self._readiness.starting(f"host memory: {done_bytes >> 20} of {self._slab.nbytes >> 20} MiB ready")
 
-    async def _open_storage(self, tier: StorageTier, storage: Storage) -> None:
-        self._readiness.starting(f"storage: opening {tier.name}")
-        try:
-            await tier.start(strict=storage.required)
-        except StorageError as error:
-            raise StorageError(
-                f"storage.backend: {error}; mend it, or set `storage.required: false` to start without"
-            ) from error
-        if tier.problem:
-            log.warning("storage_degraded", backend=tier.name, problem=tier.problem)
-
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", HYBRID_CACHE, ADMIN):
             await self._health.set(name, status)
@@ -300,10 +285,10 @@ class Daemon:
             log.warning("engines_not_drained", after_s=grace_s)
 
     async def _stop_controller(self, grace_s: float) -> None:
-        stopping = asyncio.create_task(self._controller.stop())
-        _, late = await asyncio.wait({stopping}, timeout=grace_s)
+        stopping = asyncio.create_task(self._controller.stop(grace_s))
+        _, late = await asyncio.wait({stopping}, timeout=2 * grace_s)
         if late:
-            log.warning("controller_not_stopped", after_s=grace_s)
+            log.warning("controller_not_stopped", after_s=2 * grace_s)
             stopping.cancel()
 
     def _close_scheduler(self) -> None:
@@ -334,6 +319,5 @@ class Daemon:
         yield "copies_failed", moved.failed
         if self._gpus is not None:
             yield from self._gpus.counters().items()
-        if self._tier is not None:
-            for name, count in self._tier.counters().items():
-                yield f"backend_{name}", count
+        for name, count in self._tiers.counters().items():
+            yield f"backend_{name}", count

@@ -1,4 +1,4 @@
-"""The gRPC services: how requests reach the verbs, and how an engine's stream lives.
+"""The engines' gRPC service: how requests reach the verbs, and how an engine's stream lives.
 
 Owns no decision: parsing is in `wire`, answers are in `verbs`, lives are in `attachments`. Every failure
 leaves as a gRPC status whose text names the field and the remedy.
@@ -10,11 +10,10 @@ leaves as a gRPC status whose text names the field and the remedy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import NoReturn, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import NoReturn, Protocol
 
 import grpc
-import structlog
 from grpc import StatusCode
 
 from controller.daemon import wire
@@ -23,13 +22,9 @@ from controller.daemon.faults import Faults
 from controller.daemon.port import Controller
 from controller.daemon.readiness import Readiness
 from controller.daemon.verbs import INTERNAL_TEXT, Refusal, Reply, Request, Verbs, refused
-from controller.daemon.wire import DaemonStatus
 from controller.requests import InvalidRequest, RequestError
 from proto.v1 import hicache_pb2 as pb
 from proto.v1 import hicache_pb2_grpc as pb_grpc
-
-T = TypeVar("T")
-log = structlog.get_logger("hicache.service")
 
 
 class Unary(Protocol):
@@ -239,41 +234,3 @@ class Session:
                 await self._context.write(message)
             except grpc.aio.BaseError:  # the engine has gone
                 self._attachments.end(self._attachment, Ending.LEFT)
-
-
-class AdminService(pb_grpc.AdminServicer):
-    """What operators call."""
-
-    def __init__(
-        self,
-        snapshot: Callable[[], DaemonStatus],
-        controller: Controller,
-        readiness: Readiness,
-        faults: Faults,
-    ) -> None:
-        self._snapshot = snapshot
-        self._controller = controller
-        self._readiness = readiness
-        self._faults = faults
-
-    async def Status(self, request: pb.StatusRequest, context: Unary) -> pb.StatusReply:
-        return await self._answer("status", lambda: wire.status_reply(self._snapshot()), context)
-
-    async def Flush(self, request: pb.FlushRequest, context: Unary) -> pb.FlushReply:
-        return await self._answer("flush", self._flush, context)
-
-    def _flush(self) -> pb.FlushReply:
-        self._readiness.check()
-        dropped_pages, kept_pages = self._controller.flush()
-        log.info("flushed", dropped_pages=dropped_pages, kept_pages=kept_pages)
-        return pb.FlushReply(dropped_pages=dropped_pages, kept_pages=kept_pages)
-
-    async def _answer(self, where: str, work: Callable[[], T], context: Unary) -> T:
-        try:
-            return work()
-        except RequestError as error:
-            refusal = refused(error)
-        except Exception as error:  # noqa: BLE001 - last line of defence: counted, logged, in health
-            self._faults.caught(where, error)
-            refusal = Refusal(StatusCode.INTERNAL, INTERNAL_TEXT)
-        return await context.abort(refusal.code, refusal.message)

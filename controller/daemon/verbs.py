@@ -25,6 +25,7 @@ from controller.requests import (
     Gone,
     Incomplete,
     InvalidRequest,
+    Refused,
     RequestError,
     TransferFailed,
     UnknownEngine,
@@ -55,6 +56,7 @@ CODES: Mapping[type[RequestError], StatusCode] = {
     Gone: StatusCode.NOT_FOUND,
     Incomplete: StatusCode.UNAVAILABLE,
     Busy: StatusCode.RESOURCE_EXHAUSTED,
+    Refused: StatusCode.FAILED_PRECONDITION,
     TransferFailed: StatusCode.ABORTED,
     NotReady: StatusCode.UNAVAILABLE,
 }

@@ -32,6 +32,7 @@ class Member:
         self.breaker = Breaker(lambda: asyncio.get_running_loop().time())
         self.leaving = False
         self._in_flight: set[asyncio.Future[None]] = set()
+        """Batches that are being asked, and bytes that may still move after their answer."""
 
     @property
     def name(self) -> str:
@@ -59,9 +60,7 @@ class Member:
             call = self.tier.read if verb == "read" else self.tier.write
             transfer = await call(items, timeout_s=timeout_s)
             settled = transfer.settled
-            if not settled.done():
-                self._in_flight.add(settled)
-                settled.add_done_callback(self._in_flight.discard)
+            self._running(settled)
             return transfer.outcomes
 
         outcomes = await self._guarded(len(items), ask)
@@ -69,17 +68,26 @@ class Member:
 
     async def idle(self, timeout_s: float) -> bool:
         """Wait until nothing of this tier is in flight; False when the time was too short."""
-        if self._in_flight:
-            await asyncio.wait(set(self._in_flight), timeout=timeout_s)
+        ends_s = asyncio.get_running_loop().time() + timeout_s
+        while self._in_flight and (left_s := ends_s - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait(set(self._in_flight), timeout=left_s)
         return not self._in_flight
+
+    def _running(self, until: asyncio.Future[None]) -> None:
+        if not until.done():
+            self._in_flight.add(until)
+            until.add_done_callback(self._in_flight.discard)
 
     async def _guarded(self, n_items: int, ask: Callable[[], Awaitable[list[Outcome]]]) -> list[Outcome]:
         if not n_items or self.leaving or not self.breaker.allows():
             return [Outcome.FAILED] * n_items
         outcomes = [Outcome.FAILED] * n_items
+        asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running(asked)
         try:
             outcomes = await ask()
         finally:
+            asked.set_result(None)
             if all(outcome is Outcome.FAILED for outcome in outcomes):
                 self.breaker.failed()
             else:

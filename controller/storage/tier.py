@@ -99,7 +99,7 @@ class StorageTier:
         self._probe_problem = ""
         """What the backend last said is wrong, asked for a batch or how it is; "" when it said nothing."""
         self._usage = Usage(0, 0, 0)
-        self._counters = dict.fromkeys(_COUNTERS, 0)
+        self._counters = dict.fromkeys(TIER_COUNTERS, 0)
 
     async def start(self, *, strict: bool = False) -> None:
         """Start the worker, and wait for its first try to open the backend. When that fails it is tried
@@ -352,7 +352,7 @@ def _settle(settled: asyncio.Future[None]) -> None:
         settled.set_result(None)
 
 
-_COUNTERS = (
+TIER_COUNTERS = (
     *(
         f"{operation}_{outcome.value}"
         for operation in ("contains", "read", "write", "delete")

@@ -176,11 +176,10 @@ def _configuration(settings: DaemonSettings, directory: Path, socket: Path) -> d
         "http": None,
     }
     if settings.storage_bytes is not None:
-        configuration["storage"] = {
-            "backend": {
-                "kind": "file",
-                "path": str(directory / "storage"),
-                "capacity_bytes": settings.storage_bytes,
-            }
+        backend = {
+            "kind": "file",
+            "path": str(directory / "storage"),
+            "capacity_bytes": settings.storage_bytes,
         }
+        configuration["storage"] = {"tiers": [{"backend": backend}]}
     return configuration

@@ -487,7 +487,7 @@ class PoolStatus(_message.Message):
     def __init__(self, model: _Optional[str] = ..., component: _Optional[str] = ..., frame_bytes: _Optional[int] = ..., resident_pages: _Optional[int] = ..., inbound_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., stored_pages: _Optional[int] = ...) -> None: ...
 
 class BackendStatus(_message.Message):
-    __slots__ = ("name", "kind", "healthy", "problem", "n_objects", "used_bytes", "capacity_bytes", "queued_writes")
+    __slots__ = ("name", "kind", "healthy", "problem", "n_objects", "used_bytes", "capacity_bytes", "queued_writes", "queued_bytes", "read", "write", "breaker", "off")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
@@ -496,6 +496,11 @@ class BackendStatus(_message.Message):
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUEUED_WRITES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FIELD_NUMBER: _ClassVar[int]
+    OFF_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     healthy: bool
@@ -504,7 +509,12 @@ class BackendStatus(_message.Message):
     used_bytes: int
     capacity_bytes: int
     queued_writes: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., problem: _Optional[str] = ..., n_objects: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., queued_writes: _Optional[int] = ...) -> None: ...
+    queued_bytes: int
+    read: bool
+    write: bool
+    breaker: str
+    off: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., problem: _Optional[str] = ..., n_objects: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., queued_writes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., read: bool = ..., write: bool = ..., breaker: _Optional[str] = ..., off: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ()
@@ -517,3 +527,57 @@ class FlushReply(_message.Message):
     dropped_pages: int
     kept_pages: int
     def __init__(self, dropped_pages: _Optional[int] = ..., kept_pages: _Optional[int] = ...) -> None: ...
+
+class AttachStorageRequest(_message.Message):
+    __slots__ = ("name", "backend", "read", "write", "required")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
+    REQUIRED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    backend: str
+    read: bool
+    write: bool
+    required: bool
+    def __init__(self, name: _Optional[str] = ..., backend: _Optional[str] = ..., read: bool = ..., write: bool = ..., required: bool = ...) -> None: ...
+
+class AttachStorageReply(_message.Message):
+    __slots__ = ("opened", "name", "problem")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    opened: bool
+    name: str
+    problem: str
+    def __init__(self, opened: bool = ..., name: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class UpdateStorageRequest(_message.Message):
+    __slots__ = ("name", "read", "write")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    read: bool
+    write: bool
+    def __init__(self, name: _Optional[str] = ..., read: bool = ..., write: bool = ...) -> None: ...
+
+class UpdateStorageReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DetachStorageRequest(_message.Message):
+    __slots__ = ("name", "force", "timeout_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    force: bool
+    timeout_s: float
+    def __init__(self, name: _Optional[str] = ..., force: bool = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class DetachStorageReply(_message.Message):
+    __slots__ = ("stopped",)
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    stopped: bool
+    def __init__(self, stopped: bool = ...) -> None: ...

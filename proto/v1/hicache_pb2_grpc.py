@@ -428,6 +428,21 @@ class AdminStub(object):
                 request_serializer=proto_dot_v1_dot_hicache__pb2.FlushRequest.SerializeToString,
                 response_deserializer=proto_dot_v1_dot_hicache__pb2.FlushReply.FromString,
                 _registered_method=True)
+        self.AttachStorage = channel.unary_unary(
+                '/hicache.v1.Admin/AttachStorage',
+                request_serializer=proto_dot_v1_dot_hicache__pb2.AttachStorageRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_hicache__pb2.AttachStorageReply.FromString,
+                _registered_method=True)
+        self.UpdateStorage = channel.unary_unary(
+                '/hicache.v1.Admin/UpdateStorage',
+                request_serializer=proto_dot_v1_dot_hicache__pb2.UpdateStorageRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_hicache__pb2.UpdateStorageReply.FromString,
+                _registered_method=True)
+        self.DetachStorage = channel.unary_unary(
+                '/hicache.v1.Admin/DetachStorage',
+                request_serializer=proto_dot_v1_dot_hicache__pb2.DetachStorageRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_hicache__pb2.DetachStorageReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -447,6 +462,28 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttachStorage(self, request, context):
+        """Opens a storage tier and takes it in as the last. One that is there with the same backend is only used
+        as this says from now on; one with another backend must be detached first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateStorage(self, request, context):
+        """What a tier is used for from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DetachStorage(self, request, context):
+        """Lets a storage tier go. Pages keep their names: attached again, it serves what it holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -459,6 +496,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Flush,
                     request_deserializer=proto_dot_v1_dot_hicache__pb2.FlushRequest.FromString,
                     response_serializer=proto_dot_v1_dot_hicache__pb2.FlushReply.SerializeToString,
+            ),
+            'AttachStorage': grpc.unary_unary_rpc_method_handler(
+                    servicer.AttachStorage,
+                    request_deserializer=proto_dot_v1_dot_hicache__pb2.AttachStorageRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_hicache__pb2.AttachStorageReply.SerializeToString,
+            ),
+            'UpdateStorage': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateStorage,
+                    request_deserializer=proto_dot_v1_dot_hicache__pb2.UpdateStorageRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_hicache__pb2.UpdateStorageReply.SerializeToString,
+            ),
+            'DetachStorage': grpc.unary_unary_rpc_method_handler(
+                    servicer.DetachStorage,
+                    request_deserializer=proto_dot_v1_dot_hicache__pb2.DetachStorageRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_hicache__pb2.DetachStorageReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -516,6 +568,87 @@ class Admin(object):
             '/hicache.v1.Admin/Flush',
             proto_dot_v1_dot_hicache__pb2.FlushRequest.SerializeToString,
             proto_dot_v1_dot_hicache__pb2.FlushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachStorage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicache.v1.Admin/AttachStorage',
+            proto_dot_v1_dot_hicache__pb2.AttachStorageRequest.SerializeToString,
+            proto_dot_v1_dot_hicache__pb2.AttachStorageReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateStorage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicache.v1.Admin/UpdateStorage',
+            proto_dot_v1_dot_hicache__pb2.UpdateStorageRequest.SerializeToString,
+            proto_dot_v1_dot_hicache__pb2.UpdateStorageReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DetachStorage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicache.v1.Admin/DetachStorage',
+            proto_dot_v1_dot_hicache__pb2.DetachStorageRequest.SerializeToString,
+            proto_dot_v1_dot_hicache__pb2.DetachStorageReply.FromString,
             options,
             channel_credentials,
             insecure,

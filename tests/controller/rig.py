@@ -197,7 +197,7 @@ class Rig:
         violations = [line for controller in self.controllers for line in controller.audit()]
         errors = [controller.counters.internal_errors for controller in self.controllers]
         for controller in self.controllers:
-            await controller.stop()
+            await controller.stop(10.0)
         for tier in self._tiers:
             await tier.stop()
         await self._stack.aclose()

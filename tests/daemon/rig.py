@@ -16,6 +16,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from controller.counters import Counters
+from controller.daemon.admin import AdminService
 from controller.daemon.attachments import Attachments
 from controller.daemon.config import Server
 from controller.daemon.faults import Faults
@@ -23,7 +24,8 @@ from controller.daemon.grpc_server import server_options
 from controller.daemon.handoff import Handoff
 from controller.daemon.metrics import RequestMetrics, StatusCollector
 from controller.daemon.readiness import Readiness
-from controller.daemon.service import AdminService, HybridCacheService
+from controller.daemon.service import HybridCacheService
+from controller.daemon.tiers import StorageTiers
 from controller.daemon.verbs import Verbs
 from controller.daemon.wire import DaemonStatus
 from controller.requests import (
@@ -78,7 +80,7 @@ class SmallController:
 
     async def start(self) -> None: ...
 
-    async def stop(self) -> None: ...
+    async def stop(self, drain_s: float) -> None: ...
 
     def attach(self, spec: EngineSpec) -> None:
         self._check()
@@ -197,7 +199,8 @@ class Rig:
             grace_s=self.settings.grace_s,
             daemon_pid=os.getpid(),
         )
-        admin = AdminService(self.snapshot, self.controller, self.readiness, self.faults)
+        no_tiers = StorageTiers(None, None)
+        admin = AdminService(self.snapshot, self.controller, no_tiers, self.readiness, self.faults)
         pb_grpc.add_HybridCacheServicer_to_server(service, self.server)
         pb_grpc.add_AdminServicer_to_server(admin, self.server)
         self.handoff.start()

@@ -13,12 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.daemon import config
-from controller.daemon.config import Config, ConfigError, Storage, format_size, parse, parse_size
+from controller.daemon.config import (
+    Config,
+    ConfigError,
+    Storage,
+    TierEntry,
+    format_size,
+    parse,
+    parse_size,
+    parse_tier,
+)
 from controller.settings import ControllerSettings
 from storage_backends.specs import FileSpec, MemorySpec
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FILE = "storage: {backend: {kind: file, path: /x}}"
+FILE = "storage: {tiers: [{backend: {kind: file, path: /x}}]}"
 
 
 def complaint(text: str) -> str:
@@ -38,8 +47,12 @@ def test_an_empty_file_is_all_defaults() -> None:
         ("sever: {}", "sever", "did you mean `server`"),
         ("server: {sokcet: /a}", "server.sokcet", "did you mean `socket`"),
         ("server: {zzzzzz: 1}", "server.zzzzzz", "known keys here: socket"),
-        ("storage: {backend: {kind: file, pth: /x}}", "storage.backend.pth", "did you mean `path`"),
-        ("storage: {backend: {kind: file, path: /x}, prefx: a}", "storage.prefx", "did you mean `prefix`"),
+        (
+            "storage: {tiers: [{backend: {kind: file, pth: /x}}]}",
+            "storage.tiers[0].backend.pth",
+            "did you mean `path`",
+        ),
+        (FILE[:-1] + ", prefx: a}", "storage.prefx", "did you mean `prefix`"),
         ("http: {prot: 1}", "http.prot", "did you mean `port`"),
     ],
 )
@@ -52,15 +65,25 @@ def test_an_unknown_key_is_refused_with_its_path(text: str, path: str, remedy: s
 @pytest.mark.parametrize(
     ("text", "path"),
     [
-        ("storage: {backend: {kind: rmda, path: /x}}", "storage.backend.kind"),
-        ("storage: {backend: {path: /x}}", "storage.backend.kind"),
-        ("storage: {backend: {kind: file}}", "storage.backend.path"),
-        ("storage: {}", "storage.backend"),
-        ("storage: {backend: {kind: file, path: ''}}", "storage.backend.path"),
-        ("storage: {backend: {kind: file, path: store}}", "storage.backend.path"),
-        ("storage: {backend: {kind: file, path: ../store}}", "storage.backend.path"),
-        ("storage: {backend: {kind: file, path: /x, capacity_bytes: -1}}", "storage.backend.capacity_bytes"),
-        ("storage: {backend: {kind: memory, capacity_bytes: 4 gigs}}", "storage.backend.capacity_bytes"),
+        ("storage: {tiers: [{backend: {kind: rmda, path: /x}}]}", "storage.tiers[0].backend.kind"),
+        ("storage: {tiers: [{backend: {path: /x}}]}", "storage.tiers[0].backend.kind"),
+        ("storage: {tiers: [{backend: {kind: file}}]}", "storage.tiers[0].backend.path"),
+        ("storage: {}", "storage.tiers"),
+        ("storage: {tiers: []}", "storage.tiers"),
+        ("storage: {tiers: [{name: a}]}", "storage.tiers[0].backend"),
+        ("storage: {tiers: [{name: a/b, backend: {kind: memory}}]}", "storage.tiers[0].name"),
+        ("storage: {tiers: [{backend: {kind: memory}}, {backend: {kind: memory}}]}", "storage.tiers[1].name"),
+        ("storage: {tiers: [{backend: {kind: file, path: ''}}]}", "storage.tiers[0].backend.path"),
+        ("storage: {tiers: [{backend: {kind: file, path: store}}]}", "storage.tiers[0].backend.path"),
+        ("storage: {tiers: [{backend: {kind: file, path: ../store}}]}", "storage.tiers[0].backend.path"),
+        (
+            "storage: {tiers: [{backend: {kind: file, path: /x, capacity_bytes: -1}}]}",
+            "storage.tiers[0].backend.capacity_bytes",
+        ),
+        (
+            "storage: {tiers: [{backend: {kind: memory, capacity_bytes: 4 gigs}}]}",
+            "storage.tiers[0].backend.capacity_bytes",
+        ),
         (FILE[:-1] + ", prefix: a/b}", "storage.prefix"),
         (FILE[:-1] + ", prefix: ..}", "storage.prefix"),
         ("host: {capacity: 12}", "host.capacity"),
@@ -126,19 +149,22 @@ def test_a_size_reads_back_as_it_was_written(nbytes: int) -> None:
 )
 def test_sizes_have_units(text: str, nbytes: int) -> None:
     assert parse_size(text, "x") == nbytes
-    assert parse(f"storage: {{backend: {{kind: memory, capacity_bytes: {1 << 20}}}}}").storage == Storage(
-        backend=MemorySpec(capacity_bytes=1 << 20)
+    text = f"storage: {{tiers: [{{backend: {{kind: memory, capacity_bytes: {1 << 20}}}}}]}}"
+    assert parse(text).storage == Storage(
+        tiers=(TierEntry(name="memory", backend=MemorySpec(capacity_bytes=1 << 20)),)
     )
 
 
 def test_paths_are_expanded_once_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """SECURITY-05: `~` and `..` mean what they say, and never become directories of that name."""
     monkeypatch.setenv("HOME", "/home/me")
-    found = parse("server: {socket: ~/a/../s}\nstorage: {backend: {kind: file, path: ~/store//x/..}}")
+    found = parse(
+        "server: {socket: ~/a/../s}\nstorage: {tiers: [{backend: {kind: file, path: ~/store//x/..}}]}"
+    )
     assert found.server.socket == "/home/me/s"
     assert found.storage is not None
-    assert isinstance(found.storage.backend, FileSpec)
-    assert found.storage.backend.path == "/home/me/store"
+    assert isinstance(found.storage.tiers[0].backend, FileSpec)
+    assert found.storage.tiers[0].backend.path == "/home/me/store"
 
 
 def test_the_default_exposes_nothing() -> None:
@@ -182,6 +208,8 @@ def test_the_effective_configuration_loads_to_itself() -> None:
 
 
 def keys(value: object, path: str = "") -> set[str]:
+    if isinstance(value, list | tuple):
+        return set().union(*(keys(item, f"{path}[]") for item in value))
     if not isinstance(value, dict):
         return {path}
     return set(itertools.chain.from_iterable(keys(item, f"{path}.{key}") for key, item in value.items()))
@@ -193,7 +221,9 @@ def test_the_sample_names_every_key_and_holds_every_default() -> None:
     raw = yaml.safe_load((DEPLOY / "hicache.yaml").read_text())
     assert keys(raw) == keys(msgspec.to_builtins(sample))
     assert msgspec.structs.replace(sample, storage=None) == Config()
-    assert sample.storage == Storage(backend=FileSpec(path="/var/lib/hicache"))
+    assert sample.storage == Storage(
+        tiers=(TierEntry(name="file", backend=FileSpec(path="/var/lib/hicache")),)
+    )
 
 
 def test_the_minimal_sample_differs_only_where_it_says() -> None:
@@ -212,7 +242,7 @@ def test_every_controller_setting_can_be_configured() -> None:
     host: {lease_s: 1}
     transfers: {timeout_s: 2}
     storage:
-        {backend: {kind: memory}, prefix: p, timeout_s: 3, batch_bytes: 1MiB, write_queue_bytes: 2MiB,
+        {tiers: [{backend: {kind: memory}}], prefix: p, timeout_s: 3, batch_bytes: 1MiB, write_queue_bytes: 2MiB,
          write_attempts: 4}
     prefetch: {threshold_pages: 5, base_s: 6, per_1k_tokens_s: 7, max_s: 8, host_share: 0.9}
     """
@@ -224,3 +254,54 @@ def test_every_controller_setting_can_be_configured() -> None:
 def test_a_missing_file_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         config.load(tmp_path / "none.yaml")
+
+
+def tier_complaint(backend: str, name: str = "l3") -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_tier(name, backend, read=True, write=True, required=True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "complaint"),
+    [
+        ("{kind: file, pth: /x}", "backend.pth: unknown key; did you mean `path`"),
+        ("{kind: file, path: x}", "backend.path: 'x' is not an absolute path"),
+        ("{kind: flie}", "backend.kind: "),
+        ("{path: /x}", "backend.kind: missing"),
+        ("{kind: memory, capacity_bytes: much}", "backend.capacity_bytes: 'much' is not a size"),
+        ("{kind: redis}", "backend: give `addresses`"),
+        ("file", "backend: Expected `object`"),
+        ("{", "backend: not YAML"),
+    ],
+)
+def test_a_tier_given_at_run_time_is_checked_like_the_file(backend: str, complaint: str) -> None:
+    """ATTACH-01's attach, CONFIG-01: one schema; a wrong key is named with its path."""
+    assert tier_complaint(backend).startswith(complaint)
+
+
+def test_a_tiers_name_is_checked_too() -> None:
+    assert tier_complaint("{kind: memory}", name="a b").startswith("name: ")
+
+
+def test_a_backends_text_is_filled_in_from_each_nodes_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATTACH-02: one request for all nodes, per-node values resolved where they are used."""
+    backend = '{"kind": "file", "path": "/disk/${HC_NODE}/objects", "capacity_bytes": "${HC_ROOM}"}'
+    monkeypatch.setenv("HC_ROOM", "2MiB")
+    for node in ("one", "two"):
+        monkeypatch.setenv("HC_NODE", node)
+        entry = parse_tier("l3", backend, read=True, write=False, required=False)
+        assert entry.backend == FileSpec(path=f"/disk/{node}/objects", capacity_bytes=2 << 20)
+        text = f"storage: {{tiers: [{{backend: {backend}}}]}}"
+        found = parse(text).storage
+        assert found is not None
+        assert found.tiers[0].backend == entry.backend
+    monkeypatch.delenv("HC_NODE")
+    assert tier_complaint(backend).startswith(
+        "backend.path: the daemon's environment has no variable 'HC_NODE'"
+    )
+    monkeypatch.setenv("HC_NODE", "three")
+    assert (
+        parse("storage: {prefix: hicache, tiers: [{name: l3, backend: {kind: memory}}]}").storage is not None
+    )
+    assert parse("host: {lease_s: 1}\nserver: {socket: '/run/${HC_NODE}'}").server.socket == "/run/${HC_NODE}"

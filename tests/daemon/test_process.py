@@ -41,7 +41,7 @@ class Process:
         sections: dict[str, object] = {
             "server": {"socket": self.socket, "grace_s": 2.0},
             "host": {"capacity": "16MiB"},
-            "storage": {"backend": {"kind": "file", "path": str(self.store), "capacity_bytes": "16MiB"}},
+            "storage": file_storage(self.store, capacity_bytes="16MiB"),
             "http": {"port": 0},
             "log": {"format": "json"},
         }
@@ -73,6 +73,11 @@ class Process:
     def hicache(self, *arguments: str) -> Result:
         """A command of this machine's user to this daemon."""
         return CliRunner().invoke(main, [*arguments, "-a", self.socket])
+
+
+def file_storage(path: object, required: bool = True, **settings: object) -> dict[str, object]:
+    backend = {"kind": "file", "path": str(path), **settings}
+    return {"tiers": [{"backend": backend, "required": required}]}
 
 
 def environment() -> dict[str, str]:
@@ -241,20 +246,20 @@ def test_a_storage_directory_that_cannot_be_used_is_refused(short_path: str, dae
     """CONFIG-01: one line with the key and the remedy, exit code 1, nothing left."""
     blocker = Path(short_path) / "file"
     blocker.write_text("")
-    storage = {"backend": {"kind": "file", "path": f"{blocker}/store"}}
+    storage = file_storage(f"{blocker}/store")
     code, text = refused(daemons, short_path, storage=storage)
     assert code == EX_FAILED
     line = text.strip().splitlines()[-1]
-    assert line.startswith("hicache: storage.backend: ")
+    assert line.startswith("hicache: storage.tiers[0].backend: ")
     assert str(blocker) in line
-    assert "storage.required: false" in line
+    assert "required: false" in line
 
 
 def test_or_the_daemon_starts_degraded_when_told_to(short_path: str, daemons: list[Process]) -> None:
     """CONFIG-01: as configured; status and health tell."""
     blocker = Path(short_path) / "file"
     blocker.write_text("")
-    storage = {"backend": {"kind": "file", "path": f"{blocker}/store"}, "required": False}
+    storage = file_storage(f"{blocker}/store", required=False)
     one = Process(short_path, storage=storage)
     daemons.append(one)
     one.event("ready")
