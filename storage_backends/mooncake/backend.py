@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from storage_backends.base import Item, Outcome, StorageBackend, StorageError, Usage
 from storage_backends.mooncake import codes
@@ -111,14 +112,16 @@ class MooncakeBackend(StorageBackend):
         """The call runs in a thread that is left behind when it is late: it touches no buffer."""
         client = self._keeper.client()
         outcomes = [Outcome.FAILED] * len(keys)
-        places = [place for place, key in enumerate(keys) if takes_key(key)]
+        plain = all(keys) and all(map(str.isascii, keys))
+        places = range(len(keys)) if plain else [i for i, key in enumerate(keys) if takes_key(key)]
         for begin in range(0, len(places), MOST_KEYS):
             asked = places[begin : begin + MOST_KEYS]
             texts = [keys[place] for place in asked]
-            said = self._queries.ask(lambda texts=texts: call(client, texts))  # type: ignore[misc]
+            said = self._queries.ask(partial(call, client, texts))
             self._keeper.hear(said)
+            known = {code: meaning(code) for code in set(said)}
             for place, code in zip(asked, said, strict=True):
-                outcomes[place] = meaning(code)
+                outcomes[place] = known[code]
         return outcomes
 
     # batches
@@ -132,12 +135,7 @@ class MooncakeBackend(StorageBackend):
         """Part by part; what has not begun in time is not begun. The pool holds no empty objects."""
         ends_s = time.monotonic() + self._spec.op_timeout_s
         outcomes = [Outcome.FAILED] * len(items)
-        usable = [
-            (place, item)
-            for place, item in enumerate(items)
-            if item.nbytes >= least_bytes and self._is_usable(item)
-        ]
-        for number, part in enumerate(parts(usable)):
+        for number, part in enumerate(parts(self._usable(items, least_bytes))):
             if time.monotonic() > ends_s or not self._budget.take(len(part), ends_s - time.monotonic()):
                 break
             try:
@@ -152,10 +150,15 @@ class MooncakeBackend(StorageBackend):
                 outcomes[place] = outcome
         return outcomes
 
-    def _is_usable(self, item: Item) -> bool:
-        """Whether the library may have it. TCP moves bytes outside the registered range without a word, and
-        RDMA does not: no pointer is made but from items that pass here."""
-        return item.lies_in(self._size_bytes) and takes_key(item.key)
+    def _usable(self, items: Sequence[Item], least_bytes: int) -> Part:
+        """The items that the library may have, with their places. TCP moves bytes outside the registered
+        range without a word, and RDMA does not: no pointer is made but from items that pass here."""
+        end, least = self._size_bytes, least_bytes
+        return [
+            (place, item)
+            for place, item in enumerate(items)
+            if item.offset >= 0 and least <= item.nbytes <= end - item.offset and takes_key(item.key)
+        ]
 
     def _call(
         self,
@@ -179,17 +182,21 @@ class MooncakeBackend(StorageBackend):
 
     def _read_part(self, client: Client, part: Part) -> list[Outcome]:
         said = self._call(client, part, client.get)
-        outcomes = [codes.of_read(code, item.nbytes) for code, (_, item) in zip(said, part, strict=True)]
-        for place, code in enumerate(said):
-            if code == codes.BAD_PARAMETERS:  # mostly: the object is larger than the range
-                item = part[place][1]
-                outcomes[place] = codes.of_length(client.length(item.key), item.nbytes)
+        outcomes = [
+            Outcome.OK if code == item.nbytes else codes.of_read(code, item.nbytes)
+            for code, (_, item) in zip(said, part, strict=True)
+        ]
+        if codes.BAD_PARAMETERS in said:  # mostly: the object is larger than the range
+            for place, (_, item) in enumerate(part):
+                if said[place] == codes.BAD_PARAMETERS:
+                    outcomes[place] = codes.of_length(client.length(item.key), item.nbytes)
         return outcomes
 
     def _write_part(self, client: Client, part: Part) -> list[Outcome]:
-        outcomes = [codes.of_write(code) for code in self._call(client, part, client.put)]
-        refused = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.FULL]
-        if refused:
+        said = self._call(client, part, client.put)
+        outcomes = [codes.of_write(code) if code else Outcome.OK for code in said]
+        if Outcome.FULL in outcomes:
+            refused = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.FULL]
             time.sleep(EVICTION_S)
             again = self._call(client, [part[place] for place in refused], client.put)
             for place, code in zip(refused, again, strict=True):

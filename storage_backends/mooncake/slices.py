@@ -9,8 +9,8 @@ from storage_backends.base import Item
 
 MOST_SLICES = 512
 """Objects in one call. Beyond some 2000 to one peer the library fails for good."""
-MOST_BYTES = 8 << 20
-"""Bytes in one call: what is late when a peer freezes. More per call was no faster."""
+MOST_BYTES = 64 << 20
+"""Bytes in one call: what is late on a slow link."""
 
 
 def parts(items: Sequence[tuple[int, Item]]) -> Iterator[Sequence[tuple[int, Item]]]:
@@ -19,14 +19,14 @@ def parts(items: Sequence[tuple[int, Item]]) -> Iterator[Sequence[tuple[int, Ite
     begin, nbytes = 0, 0
     keys: set[str] = set()
     for place, (_, item) in enumerate(items):
-        long = len(keys) == MOST_SLICES or nbytes + item.nbytes > MOST_BYTES
-        if keys and (long or item.key in keys):
-            yield items[begin:place]
-            begin, nbytes = place, 0
-            keys.clear()
         nbytes += item.nbytes
+        if nbytes > MOST_BYTES or place - begin == MOST_SLICES or item.key in keys:
+            if place > begin:
+                yield items[begin:place]
+            begin, nbytes = place, item.nbytes
+            keys.clear()
         keys.add(item.key)
-    if keys:
+    if begin < len(items):
         yield items[begin:]
 
 
