@@ -19,6 +19,7 @@ from controller.groups import Engine, Group, Meeting
 from controller.models import HOST, Fill, HostMemory, Model
 from controller.requests import EMPTY_PAGES, Backup, BackupOutcome, Busy, InvalidRequest, Placement
 from controller.shelving import Shelving
+from controller.transfers.jobs import Job
 from controller.transfers.scheduler import Direction
 from hicache.core.pins import Receipt
 from hicache.core.words import BoolArray, PageArray, Residency, SlotArray
@@ -103,7 +104,9 @@ class Backups:
         self._open: dict[tuple[str, str], list[Joint]] = {}
         """By group and request: those that some rank has not taken its part in."""
 
-    async def run(self, group: Group, engine: Engine, backup: Backup) -> Mapping[str, BackupOutcome]:
+    async def run(
+        self, group: Group, engine: Engine, backup: Backup, job: Job
+    ) -> Mapping[str, BackupOutcome]:
         """Copy what is new and return when it can be read. The engine's slots are not touched afterwards.
 
         Raises Busy when others' fills of the same pages do not end in time, TransferFailed when bytes
@@ -119,7 +122,7 @@ class Backups:
             joint.outcomes = asyncio.ensure_future(self._finish(joint, group.model, backup))
             waiting.append(joint)
             joint.meeting.over.add_done_callback(lambda _: self._close(about, joint))
-        joint.meeting.take_part(engine.spec.rank, self._copy(joint, engine, backup))
+        joint.meeting.take_part(engine.spec.rank, self._copy(joint, engine, backup, job))
         assert joint.outcomes is not None
         return await asyncio.shield(joint.outcomes)
 
@@ -158,7 +161,7 @@ class Backups:
         self._count(plans)
         return Filling(plans, fill, chain)
 
-    async def _copy(self, joint: Joint, engine: Engine, backup: Backup) -> int:
+    async def _copy(self, joint: Joint, engine: Engine, backup: Backup, job: Job) -> int:
         """One rank's part. Raises InvalidRequest when the rank does not offer what the first one did."""
         filling = await asyncio.shield(joint.planned)
         if filling.fill is None:
@@ -171,7 +174,7 @@ class Backups:
                 raise InvalidRequest(f"components[{name!r}]: every rank of a group must offer the same pages")
             slots[name] = offered, host
             seal[name] = filling.fill.hashes[name], pages
-        return await self._copier.copy(Direction.STORE, engine, slots, seal=seal, ready=backup.ready)
+        return await self._copier.copy(Direction.STORE, engine, slots, job, seal=seal, ready=backup.ready)
 
     async def _finish(self, joint: Joint, model: Model, backup: Backup) -> Mapping[str, BackupOutcome]:
         """Publish, or give back, when all parts are over."""

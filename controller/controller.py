@@ -44,6 +44,7 @@ from controller.requests import (
 from controller.settings import ControllerSettings
 from controller.shelving import Shelving
 from controller.storage import StorageStack
+from controller.transfers.jobs import Job, JobKind, JobTable
 from controller.transfers.scheduler import Direction, TransferScheduler
 from hicache.core.layout import LayoutError
 from hicache.core.words import BoolArray, PageArray
@@ -69,16 +70,17 @@ class HybridCacheController:
         self._settings = settings
         self._scheduler = scheduler
         self._host = HostMemory(slab, self.counters)
+        self._jobs = JobTable()
         self._engines: dict[str, Engine] = {}
         self._groups: dict[str, Group] = {}
         self._leases = LeaseTable(settings.lease_s, self._now)
         self._copier = Copier(scheduler, settings.copy_timeout_s, ready)
         stack = StorageStack()
-        self.storage = Shelving(stack, self._host, settings, self.counters)
+        self.storage = Shelving(stack, self._host, self._jobs, settings, self.counters)
         """The storage tiers: to attach, update and detach them."""
         self._backups = Backups(self._host, self._copier, self.storage, self.counters)
         reader = StorageReader(stack, self._host, scheduler, settings, self.counters)
-        self._prefetches = Prefetches(self._host, reader, settings, self.counters)
+        self._prefetches = Prefetches(self._host, reader, self._jobs, settings, self.counters)
         self._background: list[asyncio.Task[None]] = []
 
     # -- life ----------------------------------------------------------------------------------------
@@ -199,26 +201,28 @@ class HybridCacheController:
                 raise InvalidRequest(f"components[{name!r}].pages: not all are under lease {load.lease_id!r}")
         self._copier.check(engine, load.ready, load.cells)
 
-        async def copy() -> int:
+        async def copy(job: Job) -> int:
             model = engine.model
             slots = {}
             for name, (pages, device) in ((n, (p.pages, p.slots)) for n, p in load.components.items()):
                 if len(pages):
                     host = model.index.slots(lease.cursor, name, HOST, 0, int(pages[-1]) + 1)[pages]
                     slots[name] = device, host
-            return await self._copier.copy(Direction.LOAD, engine, slots, ready=load.ready, cells=load.cells)
+            return await self._copier.copy(
+                Direction.LOAD, engine, slots, job, ready=load.ready, cells=load.cells
+            )
 
-        async def step() -> int:
+        async def step(job: Job) -> int:
             """The job itself uses the lease: a caller that gives up does not end the use."""
             try:
                 about = ("load", load.lease_id)
-                return await group.meet(engine.spec.rank, about, 2 * self._settings.copy_timeout_s, copy())
+                return await group.meet(engine.spec.rank, about, 2 * self._settings.copy_timeout_s, copy(job))
             finally:
                 self._leases.end_use(lease)
 
         self._leases.begin_use(lease)
         try:
-            nbytes = await self._job(engine, step())
+            nbytes = await self._job(JobKind.LOAD, engine, step)
         except TransferFailed:
             self.counters.load_failures += 1
             raise
@@ -241,7 +245,9 @@ class HybridCacheController:
                 )
         self._copier.check(engine, backup.ready)
         try:
-            return await self._job(engine, self._backups.run(group, engine, backup))
+            return await self._job(
+                JobKind.BACKUP, engine, lambda job: self._backups.run(group, engine, backup, job)
+            )
         except RequestError:
             self.counters.backup_failures += 1
             raise
@@ -302,13 +308,13 @@ class HybridCacheController:
                     model=engine.model.name,
                     attached_s=now - engine.attached_s,
                     leases=sum(1 for _ in self._leases.of_owner(self._group(engine).group_id)),
-                    jobs=len(engine.jobs),
+                    jobs=self._jobs.n_open(engine_id),
                 )
                 for engine_id, engine in self._engines.items()
             ),
             pools=pools,
             backends=self.storage.status(),
-            counters=self.counters.snapshot(),
+            counters={**self.counters.snapshot(), **self._jobs.counters()},
             host_used_bytes=self._host.used_bytes,
             host_capacity_bytes=self._host.capacity_bytes,
         )
@@ -339,9 +345,16 @@ class HybridCacheController:
         group.require_whole()
         return engine, group
 
-    async def _job(self, engine: Engine, work: Coroutine[object, object, T]) -> T:
+    async def _job(
+        self, kind: JobKind, engine: Engine, work: Callable[[Job], Coroutine[object, object, T]]
+    ) -> T:
         """Run to the end whatever happens to the caller: bytes in flight belong to the job."""
-        task = asyncio.ensure_future(work)
+
+        async def run() -> T:
+            with self._jobs.job(kind, engine.spec.engine_id) as job:
+                return await work(job)
+
+        task = asyncio.ensure_future(run())
         engine.jobs.add(task)
         task.add_done_callback(engine.jobs.discard)
         return await asyncio.shield(task)

@@ -16,6 +16,7 @@ from typing import Protocol
 from controller.groups import Engine
 from controller.requests import InvalidRequest, LayerCells, ReadyEvent, TransferFailed
 from controller.transfers.copies import CopyError, CopyTable
+from controller.transfers.jobs import Job, JobState
 from controller.transfers.scheduler import (
     Direction,
     SchedulerClosed,
@@ -66,6 +67,7 @@ class Copier:
         direction: Direction,
         engine: Engine,
         slots: Mapping[str, tuple[SlotArray, SlotArray]],
+        job: Job,
         *,
         seal: Mapping[str, tuple[HashArray, PageArray]] | None = None,
         ready: ReadyEvent | None = None,
@@ -73,7 +75,8 @@ class Copier:
     ) -> int:
         """Copy frames between device slots and host slots (per component: device, host) and return the
         bytes moved, when the last one has landed. `seal` gives hashes and page numbers to write headers
-        with after a store. Raises TransferFailed, and also then no byte is in flight any more."""
+        with after a store. The job runs from here on. Raises TransferFailed, and also then no byte is in
+        flight any more."""
         deadline_s = asyncio.get_running_loop().time() + self.timeout_s
         if ready is not None:
             await self._happened(engine, ready, deadline_s)
@@ -83,6 +86,7 @@ class Copier:
         else:
             works = [(_described(direction, engine, slots), lambda: _seal(engine, slots, seal or {}))]
         copies: list[Future[None]] = []
+        job.move(JobState.RUNNING)
         try:
             for part, then in works:
                 copies.append(self._scheduler.submit(direction, part, then=then))

@@ -18,6 +18,7 @@ from controller.models import HOST, HostMemory, Model
 from controller.reader import StorageReader
 from controller.requests import Prefetch, PrefetchPolicy, PrefetchState, Progress
 from controller.settings import ControllerSettings
+from controller.transfers.jobs import Job, JobKind, JobState, JobTable
 from hicache.core.coverage import Coverage, joint_boundary
 from hicache.core.identity import Namespace, page_hashes
 from hicache.core.pins import Receipt
@@ -138,11 +139,13 @@ class Prefetches:
         self,
         host: HostMemory,
         reader: StorageReader,
+        jobs: JobTable,
         settings: ControllerSettings,
         counters: Counters,
     ) -> None:
         self._host = host
         self._reader = reader
+        self._jobs = jobs
         self._settings = settings
         self._counters = counters
         self._held_bytes = 0
@@ -224,6 +227,12 @@ class Prefetches:
     # -- the run -------------------------------------------------------------------------------------
 
     async def _execute(self, run: Run) -> None:
+        with self._jobs.job(JobKind.PREFETCH, run.owner) as job:
+            await self._carry_out(run, job)
+            if run.state is PrefetchState.CANCELLED:
+                job.move(JobState.CANCELLED)
+
+    async def _carry_out(self, run: Run, job: Job) -> None:
         try:
             try:
                 async with asyncio.timeout_at(run.ends_s):
@@ -234,6 +243,7 @@ class Prefetches:
                 self._counters.prefetch_cut_deadline += 1
             if any(map(len, wanted.values())) and not run.stopping.is_set():
                 run.state = PrefetchState.READING
+                job.move(JobState.RUNNING)
                 await self._read(run, wanted)
             run.state = PrefetchState.CANCELLED if run.stopping.is_set() else PrefetchState.DONE
             self._counters.prefetch_cancelled += run.stopping.is_set()

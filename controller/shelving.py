@@ -16,6 +16,7 @@ from controller.requests import BackendStatus, Busy, Gone, InvalidRequest
 from controller.settings import ControllerSettings
 from controller.storage import Member, StorageStack, StorageTier, TierPolicy
 from controller.storage.breaker import FIRST_PAUSE_S, BreakerState
+from controller.transfers.jobs import JobTable
 from controller.writer import Due, StorageWriter, due_frames
 from hicache.core.identity import Namespace
 from hicache.core.words import TokenArray
@@ -35,10 +36,16 @@ class Shelving:
     """All storage of one controller."""
 
     def __init__(
-        self, stack: StorageStack, host: HostMemory, settings: ControllerSettings, counters: Counters
+        self,
+        stack: StorageStack,
+        host: HostMemory,
+        jobs: JobTable,
+        settings: ControllerSettings,
+        counters: Counters,
     ) -> None:
         self.stack = stack
         self._host = host
+        self._jobs = jobs
         self._settings = settings
         self._counters = counters
         self._served: dict[str, Served] = {}
@@ -58,7 +65,7 @@ class Shelving:
         if self.stack.find(tier.name):
             raise InvalidRequest(f"name: a storage tier {tier.name!r} is attached; detach it first")
         member = self.stack.add(tier, policy)
-        writer = StorageWriter(member, self._settings, self._counters)
+        writer = StorageWriter(member, self._jobs, self._settings, self._counters)
         tasks = (
             asyncio.create_task(writer.run(), name=f"the writer of storage {tier.name}"),
             asyncio.create_task(self._try_for_ever(member), name=f"the probe of storage {tier.name}"),

@@ -19,6 +19,7 @@ from controller.counters import Counters
 from controller.models import HOST, STORAGE, Model
 from controller.settings import ControllerSettings
 from controller.storage import Member
+from controller.transfers.jobs import Job, JobKind, JobState, JobTable
 from hicache.core.identity import Namespace
 from hicache.core.structure import Cursor
 from hicache.core.words import Residency, TokenArray
@@ -64,8 +65,11 @@ class Due:
 class StorageWriter:
     """The queue of one storage tier; one path is being written at a time."""
 
-    def __init__(self, member: Member, settings: ControllerSettings, counters: Counters) -> None:
+    def __init__(
+        self, member: Member, jobs: JobTable, settings: ControllerSettings, counters: Counters
+    ) -> None:
         self._member = member
+        self._jobs = jobs
         self._settings = settings
         self._counters = counters
         self._queue: deque[Due] = deque()
@@ -117,7 +121,8 @@ class StorageWriter:
                 continue
             due = self._queue.popleft()
             self._queued_bytes -= due.nbytes
-            await self._write(due)
+            with self._jobs.job(JobKind.WRITE, self._member.name) as job:
+                await self._write(due, job)
 
     async def drained(self, timeout_s: float) -> bool:
         """Wait until nothing is due; False when the time was too short."""
@@ -131,9 +136,10 @@ class StorageWriter:
     def _over(self, frames: Sequence[Frame]) -> None:
         self._due_keys.difference_update(frame.key for frame in frames)
 
-    async def _write(self, due: Due) -> None:
+    async def _write(self, due: Due, job: Job) -> None:
         """Write the path's frames in order; what is left after a failure is due again."""
         done = 0
+        job.move(JobState.RUNNING)
         for batch in batches(due.frames, self._settings.storage_batch_bytes):
             written = await self._write_batch(due, batch)
             done += written
@@ -143,6 +149,7 @@ class StorageWriter:
         left = due.frames[done:]
         if not left:
             return
+        job.move(JobState.FAILED)
         due.frames, due.attempts = left, due.attempts + 1
         if due.attempts >= self._settings.write_attempts:
             self._counters.storage_write_dropped_failed_pages += len(left)

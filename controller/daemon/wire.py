@@ -150,8 +150,8 @@ def _ranks(message: pb.Registration) -> int:
     ranks = message.ranks or 1
     if ranks > MAX_RANKS or message.rank >= ranks or (ranks > 1 and not message.group_id):
         raise InvalidRequest(
-            f"registration.ranks: rank {message.rank} of {ranks} in group {message.group_id!r}; give a group, "
-            f"at most {MAX_RANKS} ranks, and a rank below their number"
+            f"registration.ranks: rank {message.rank} of {ranks} in group {message.group_id!r}; give a "
+            f"group, at most {MAX_RANKS} ranks, and a rank below their number"
         )
     return ranks
 

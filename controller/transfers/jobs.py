@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum, auto
 
 
@@ -90,6 +91,21 @@ class JobTable:
         self._open.setdefault(engine_id, {})[job.job_id] = job
         return job
 
+    @contextmanager
+    def job(self, kind: JobKind, engine_id: str) -> Iterator[Job]:
+        """A job for as long as the block runs. Left well it is DONE, unless the block has moved it to another
+        end; left by an error FAILED, or CANCELLED when no byte had begun to move."""
+        job = self.open(kind, engine_id)
+        try:
+            yield job
+        except BaseException:
+            job.move(JobState.CANCELLED if job.state is JobState.QUEUED else JobState.FAILED)
+            raise
+        if job.state is JobState.QUEUED:  # there was nothing to move
+            job.move(JobState.RUNNING)
+        if not job.finished:
+            job.move(JobState.DONE)
+
     def of(self, engine_id: str) -> tuple[Job, ...]:
         """The engine's unfinished jobs, oldest first."""
         return tuple(self._open.get(engine_id, {}).values())
@@ -103,6 +119,15 @@ class JobTable:
     def n_ended(self, kind: JobKind, state: JobState) -> int:
         """Jobs that ended so since the start."""
         return self._ended[kind, state]
+
+    def counters(self) -> Mapping[str, int]:
+        """How many jobs of each kind ended in which way; every series from the start."""
+        ends = [state for state, further in _NEXT.items() if not further]
+        return {
+            f"jobs_{kind.value}_{state.name.lower()}": self._ended[kind, state]
+            for kind in JobKind
+            for state in ends
+        }
 
     def _close(self, job: Job) -> None:
         jobs = self._open[job.engine_id]
