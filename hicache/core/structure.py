@@ -54,30 +54,32 @@ class Tree:
             raise ValueError(f"namespace: page size {namespace.page_size}, index has {self.shape.page_size}")
         return self.roots.get(namespace) or Node(self.shape, None, 0, b"")
 
-    def walk(self, root: Node, packed: bytes, limit: int) -> tuple[Node, int]:
-        """Follow packed tokens from the root: the last node reached and the number of pages that match."""
-        width, node, at = self.shape.page_bytes, root, 0
+    def walk(self, node: Node, at: int, packed: memoryview, limit: int) -> tuple[Node, int]:
+        """Follow packed tokens from the end of a node, which is at page `at`: the last node reached and the
+        number of pages that match."""
+        width = self.shape.page_bytes
         while at < limit and node.children is not None:
-            child = node.children.get(packed[at * width : (at + 1) * width])
+            child = node.children.get(packed[at * width : (at + 1) * width].tobytes())
             if child is None:
                 break
-            node = child
-            if at + node.n > limit or not packed.startswith(node.tokens, at * width):
-                return node, at + self._agreeing(node, packed, at, limit)
-            at += node.n
+            node, agreeing = child, self._agreeing(child, packed, limit)
+            at += agreeing
+            if agreeing < node.n:
+                break
         return node, at
 
-    def _agreeing(self, node: Node, packed: bytes, at: int, limit: int) -> int:
-        """How many pages of the node agree with the packed tokens from page `at` on."""
-        n = min(node.n, limit - at)
-        count = n * self.shape.page_size
-        ours = np.frombuffer(node.tokens, dtype=np.int32, count=count)
-        differ = ours != np.frombuffer(packed, dtype=np.int32, count=count, offset=at * self.shape.page_bytes)
-        first = int(differ.argmax())
-        return first // self.shape.page_size if differ[first] else n
+    def _agreeing(self, node: Node, packed: memoryview, limit: int) -> int:
+        """How many pages of the node agree with the packed tokens at its place."""
+        n, width = min(node.n, limit - node.start), self.shape.page_bytes
+        here = packed[node.start * width : (node.start + n) * width]
+        if node.tokens.startswith(here):
+            return n
+        theirs = np.frombuffer(here, dtype=np.int32)
+        differ = np.frombuffer(node.tokens, dtype=np.int32, count=len(theirs)) != theirs
+        return int(differ.argmax()) // self.shape.page_size
 
     def find(
-        self, namespace: Namespace, packed: bytes, limit: int, cursor: Cursor | None
+        self, namespace: Namespace, packed: memoryview, limit: int, cursor: Cursor | None
     ) -> tuple[Node, int]:
         """`walk`, but begin at the cursor where it is good. Its prompt is compared all the same (one
         comparison of memory per node), so a wrong or stale cursor costs time, never a wrong answer."""
@@ -85,30 +87,21 @@ class Tree:
             place = self._resume(cursor, packed, limit)
             if place is not None:
                 return place
-        return self.walk(self.root(namespace), packed, limit)
+        return self.walk(self.root(namespace), 0, packed, limit)
 
-    def _resume(self, cursor: Cursor, packed: bytes, limit: int) -> tuple[Node, int] | None:
+    def _resume(self, cursor: Cursor, packed: memoryview, limit: int) -> tuple[Node, int] | None:
         try:
             segments = self.segments(cursor, 0, cursor.boundary)
         except StaleCursor:
             return None
-        width = self.shape.page_bytes
         last = segments[0][0]
         for node, _, _ in segments[1:]:
-            if not packed.startswith(node.tokens, node.start * width):
+            if self._agreeing(node, packed, limit) < node.n:
                 return None
-        at = last.start + self._agreeing(last, packed, last.start, limit)
+        at = last.start + self._agreeing(last, packed, limit)
         if at < cursor.boundary:
             return None
-        if at < last.end or last.children is None:
-            return last, at
-        return self._walk_on(last, packed, at, limit)
-
-    def _walk_on(self, node: Node, packed: bytes, at: int, limit: int) -> tuple[Node, int]:
-        width = self.shape.page_bytes
-        rest = packed[at * width :]
-        deeper, more = self.walk(node, rest, limit - at)
-        return deeper, at + more
+        return (last, at) if at < last.end else self.walk(last, at, packed, limit)
 
     def cursor(self, namespace: Namespace, node: Node, boundary: int) -> Cursor:
         return Cursor(namespace, boundary, node, self.tick)
@@ -128,13 +121,13 @@ class Tree:
             raise StaleCursor(f"pages up to {stop} were given up: match again")
         return segments_up(node, start, stop)
 
-    def extend(self, namespace: Namespace, node: Node, at: int, packed: bytes, upto: int) -> Node:
+    def extend(self, namespace: Namespace, node: Node, at: int, packed: memoryview, upto: int) -> Node:
         """Make the path `upto` pages deep; it matched `at` pages, ending in `node`. Returns the node that
         holds the last page. A leaf grows in place, a node left in its middle is divided."""
         if upto <= at:
             return node
         width = self.shape.page_bytes
-        tokens = packed[at * width : upto * width]
+        tokens = packed[at * width : upto * width].tobytes()
         self.n_pages += upto - at
         if at < node.end:
             node = self.split(node, at)
@@ -265,9 +258,6 @@ def segments_up(node: Node, start: int, stop: int) -> list[Segment]:
     return segments
 
 
-def packed_tokens(tokens: TokenArray) -> bytes:
-    """The tokens' bytes; not copied when the array is a view of exactly these bytes."""
-    base = tokens.base
-    if isinstance(base, bytes) and len(base) == tokens.nbytes and tokens.strides == (4,):
-        return base
-    return token_array(tokens).tobytes()
+def packed_tokens(tokens: TokenArray) -> memoryview:
+    """The tokens' bytes, not copied."""
+    return token_array(tokens).data.cast("B")
