@@ -11,12 +11,23 @@ import numpy as np
 import pytest
 
 from controller.controller import HybridCacheController
-from controller.requests import Backup, Load, Placement, PrefetchPolicy, PrefetchState, UnknownEngine
+from controller.requests import (
+    Backup,
+    Load,
+    Lookup,
+    Placement,
+    Prefetch,
+    PrefetchPolicy,
+    PrefetchState,
+    TransferFailed,
+    UnknownEngine,
+)
 from controller.settings import ControllerSettings
 from controller.transfers.copies import CopyTable
 from controller.transfers.cpu import CpuCopyEngine
 from hicache.core.identity import storage_key
 from storage_backends.base import Outcome
+from tests.controller import rig as rig_module
 from tests.controller.rig import Rig, TaggedEngine, emptied, until
 from tests.tagged import hashes_of, prompt
 
@@ -113,8 +124,6 @@ async def test_a_cancelled_prefetch_gives_everything_back(rig: Rig) -> None:
     """PREFETCH-07: two hundred prefetches stopped at any stage leave no reservation."""
     controller, engine, _ = await stored(rig)
     for round_number in range(40):
-        from controller.requests import Lookup, Prefetch
-
         request = Prefetch(Lookup(engine.prompt(TOKENS)), PrefetchPolicy.WAIT_COMPLETE)
         prefetch_id = controller.prefetch(request)
         for _ in range(round_number):
@@ -163,9 +172,6 @@ class BrokenCopies:
 
 async def test_a_failed_copy_publishes_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """SWA-10, WRITE-03: a failed backup is not shown; a failed load reaches the caller as a failure."""
-    from controller.requests import TransferFailed
-    from tests.controller import rig as rig_module
-
     copies = BrokenCopies()
     monkeypatch.setattr(rig_module, "CpuCopyEngine", lambda: copies)
     controller = await rig.controller()
@@ -197,3 +203,30 @@ async def test_writes_wait_for_storage_and_are_bounded(rig: Rig) -> None:
     engine.forget(placements)
     assert controller.counters.storage_write_dropped_queue_full_pages == ALL
     assert await engine.load_and_check(TOKENS) == 10
+
+
+async def test_every_transfer_is_a_job_that_ends_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by kind and end: done, failed after bytes moved, cancelled before any did."""
+    copies = BrokenCopies()
+    monkeypatch.setattr(rig_module, "CpuCopyEngine", lambda: copies)
+    controller = await rig.controller(storage=rig.file_spec)
+    engine = TaggedEngine(controller)
+    await engine.backup(TOKENS, engine.all_pages(TOKENS))
+    await until(lambda: controller.counters.storage_written_pages == ALL)
+    await emptied(controller)
+    await engine.prefetch(TOKENS)
+    await engine.load_and_check(TOKENS)
+    copies.broken = True
+    with pytest.raises(TransferFailed):
+        await engine.backup(prompt(2, 40), engine.all_pages(TOKENS))
+    copies.broken = False
+    ends = {name: count for name, count in controller.status().counters.items() if name.startswith("jobs_")}
+    assert {name: count for name, count in ends.items() if count} == {
+        "jobs_backup_done": 1,
+        "jobs_backup_failed": 1,
+        "jobs_write_done": 1,
+        "jobs_prefetch_done": 1,
+        "jobs_load_done": 1,
+    }
+    assert len(ends) == 12
+    assert all(status.jobs == 0 for status in controller.status().engines)
