@@ -1,31 +1,34 @@
-"""The command `hicache`: run the daemon, and ask a running one.
+"""The command `hicache`: run the daemon, look at a running one; what changes one is in `operate`.
 
-Turns every expected failure into one line that says what to do, and into an exit code: 1 refused or
-failed, 2 wrong usage, 69 no daemon there, 78 configuration wrong. Decides nothing else.
+Turns every expected failure into one line that says what to do, and into an exit code. Decides nothing else.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import click
 
 from controller.daemon import config as configuration
 from controller.daemon.config import Config, ConfigError
+from controller.daemon.operate import COMMANDS
+from controller.daemon.terminal import (
+    EX_CONFIG,
+    EX_FAILED,
+    EX_UNAVAILABLE,
+    explained,
+    fail,
+    token_ids,
+    with_address,
+    with_prompt,
+)
 
-if TYPE_CHECKING:  # the start, and every small command, is quicker without numpy
-    from hicache.core.words import TokenArray
+__all__ = ["EX_CONFIG", "EX_FAILED", "EX_UNAVAILABLE", "main"]
 
-EX_FAILED, EX_UNAVAILABLE, EX_CONFIG = 1, 69, 78
 PIPED_WIDTH = 120
 """Columns where the output is not a terminal."""
-F = TypeVar("F", bound=Callable[..., None])
 
 _config_option = click.option(
     "-c",
@@ -36,24 +39,6 @@ _config_option = click.option(
     metavar="FILE",
     help="The YAML file; deploy/hicache.yaml shows every key.",
 )
-
-
-def _with_address(command: F) -> F:
-    """The options of every command that talks to a running daemon."""
-    address = click.option(
-        "-a",
-        "--address",
-        default=configuration.Server().socket,
-        show_default=True,
-        metavar="ADDRESS",
-        envvar="HICACHE_ADDRESS",
-        show_envvar=True,
-        help="The daemon's socket path, or host:port.",
-    )
-    timeout = click.option(
-        "--timeout", "timeout_s", default=5.0, show_default=True, metavar="SECONDS", help="Longest wait."
-    )
-    return address(timeout(command))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -80,7 +65,7 @@ def serve(config_path: Path) -> None:
     try:
         run(config)
     except StartError as error:
-        _fail(str(error), EX_FAILED)
+        fail(str(error), EX_FAILED)
 
 
 @main.command("check-config")
@@ -91,13 +76,13 @@ def check_config(config_path: Path) -> None:
 
 
 @main.command()
-@_with_address
+@with_address
 @click.option("--json", "as_json", is_flag=True, help="Print the whole status as JSON.")
 def status(address: str, timeout_s: float, as_json: bool) -> None:
     """Show how a running daemon stands."""
     from controller.daemon.remote import RemoteDaemon
 
-    with _explained(), RemoteDaemon(address, timeout_s) as daemon:
+    with explained(), RemoteDaemon(address, timeout_s) as daemon:
         reply = daemon.status()
     if as_json:
         from google.protobuf.json_format import MessageToJson
@@ -117,7 +102,7 @@ def status(address: str, timeout_s: float, as_json: bool) -> None:
 
 
 @main.command()
-@_with_address
+@with_address
 @click.option(
     "--every", "every_s", default=1.0, show_default=True, metavar="SECONDS", help="Time between looks."
 )
@@ -129,7 +114,7 @@ def top(address: str, timeout_s: float, every_s: float, looks: int) -> None:
     from controller.daemon.remote import RemoteDaemon
     from controller.daemon.show import status_view
 
-    with _explained(), RemoteDaemon(address, timeout_s) as daemon, Live(auto_refresh=False) as live:
+    with explained(), RemoteDaemon(address, timeout_s) as daemon, Live(auto_refresh=False) as live:
         before, look = None, 0
         while True:
             reply = daemon.status()
@@ -141,19 +126,11 @@ def top(address: str, timeout_s: float, every_s: float, looks: int) -> None:
 
 
 @main.command()
-@_with_address
+@with_address
 @click.option(
     "--engine", "engine_id", required=True, metavar="ID", help="An attached engine: see `hicache status`."
 )
-@click.option("--adapter", default="", help="LoRA adapter of the prompt.")
-@click.option("--salt", default="", help="Tenant of the prompt.")
-@click.option(
-    "--file",
-    "path",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Read the ids from a text file.",
-)
-@click.argument("tokens", nargs=-1)
+@with_prompt
 def lookup(
     address: str,
     timeout_s: float,
@@ -168,8 +145,8 @@ def lookup(
 
     from controller.daemon.remote import RemoteDaemon
 
-    ids = _token_ids(" ".join(tokens) if path is None else path.read_text(encoding="utf-8"))
-    with _explained(), RemoteDaemon(address, timeout_s) as daemon:
+    ids = token_ids(tokens, path)
+    with explained(), RemoteDaemon(address, timeout_s) as daemon:
         reply = daemon.lookup(engine_id, ids, adapter, salt)
     click.echo(f"boundary: {reply.boundary} pages can be reused from host memory")
     click.echo(f"with storage: {reply.storage_boundary} pages, as far as known")
@@ -180,12 +157,12 @@ def lookup(
 
 
 @main.command()
-@_with_address
+@with_address
 def flush(address: str, timeout_s: float) -> None:
     """Drop every page in host memory that nothing holds. Storage keeps what it has."""
     from controller.daemon.remote import RemoteDaemon
 
-    with _explained(), RemoteDaemon(address, timeout_s) as daemon:
+    with explained(), RemoteDaemon(address, timeout_s) as daemon:
         reply = daemon.flush()
     click.echo(f"dropped {reply.dropped_pages} pages, kept {reply.kept_pages} that are in use")
 
@@ -200,34 +177,8 @@ def _loaded(path: Path) -> Config:
     try:
         return configuration.load(path)
     except ConfigError as error:
-        _fail(str(error), EX_CONFIG)
+        fail(str(error), EX_CONFIG)
 
 
-def _token_ids(text: str) -> TokenArray:
-    import numpy as np
-
-    from hicache.core.words import token_array
-
-    words = text.replace(",", " ").split()
-    try:
-        return token_array(np.array([int(word) for word in words], dtype=np.int64))
-    except (ValueError, OverflowError) as error:
-        raise click.UsageError(f"TOKENS: {error}; give integer ids such as `1 2 3`") from error
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Expected failures as one line."""
-    from controller.daemon.remote import DaemonAway, DaemonRefused
-
-    try:
-        yield
-    except DaemonAway as error:
-        _fail(str(error), EX_UNAVAILABLE)
-    except DaemonRefused as error:
-        _fail(str(error), EX_FAILED)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    click.echo(f"hicache: {message}", err=True)
-    sys.exit(code)
+for _command in COMMANDS:
+    main.add_command(_command)

@@ -144,6 +144,9 @@ def _of_backends(status: Status) -> Iterator[Metric]:
         "capacity_bytes": GaugeMetricFamily(
             "hicache_backend_capacity_bytes", "Most bytes held; 0 when it cannot tell", labels=labels
         ),
+        "queued_bytes": GaugeMetricFamily(
+            "hicache_backend_queued_bytes", "Bytes waiting to be written", labels=labels
+        ),
         "queued_writes": GaugeMetricFamily("hicache_backend_queued_writes", "Frames waiting", labels=labels),
     }
     for backend in status.backends:

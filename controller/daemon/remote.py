@@ -52,6 +52,20 @@ class RemoteDaemon:
             reply: pb.FlushReply = self._admin.Flush(pb.FlushRequest(), timeout=self._timeout_s)
         return reply
 
+    def attach_storage(self, request: pb.AttachStorageRequest) -> pb.AttachStorageReply:
+        with self._explained():
+            reply: pb.AttachStorageReply = self._admin.AttachStorage(request, timeout=self._timeout_s)
+        return reply
+
+    def update_storage(self, request: pb.UpdateStorageRequest) -> None:
+        with self._explained():
+            self._admin.UpdateStorage(request, timeout=self._timeout_s)
+
+    def detach_storage(self, request: pb.DetachStorageRequest) -> pb.DetachStorageReply:
+        with self._explained():
+            reply: pb.DetachStorageReply = self._admin.DetachStorage(request, timeout=self._timeout_s)
+        return reply
+
     def lookup(self, engine_id: str, tokens: TokenArray, adapter: str, salt: str) -> pb.LookupPrefixReply:
         """Look a prompt up as an attached engine would, holding nothing: the lease is given back at once."""
         prompt = pb.Prompt(

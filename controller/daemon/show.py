@@ -64,8 +64,13 @@ def _tiers(status: pb.StatusReply) -> Table:
     table.add_row("host", size_text(used), size_text(capacity), bar_text(used, capacity), Text("ok", "green"))
     for one in status.backends:
         state = Text("ok", "green") if one.healthy else Text(one.problem or "unhealthy", "yellow")
+        if one.breaker != "closed":
+            state.append(f"  breaker {one.breaker}", style="yellow")
         if one.queued_writes:
-            state.append(f"  {one.queued_writes} writes waiting", style="dim")
+            waiting = f"  {one.queued_writes} writes waiting, {size_text(one.queued_bytes)}"
+            state.append(waiting, style="dim")
+        for off in one.off:
+            state.append(f"  {off.partition(';')[0]}", style="dim")
         table.add_row(
             f"storage ({one.name})",
             size_text(one.used_bytes),

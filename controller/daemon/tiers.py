@@ -1,4 +1,4 @@
-"""The storage tiers' owner: opens their workers, hands them to the controller, stops them when they are let go.
+"""The storage tiers' owner: opens their workers, hands them to the controller, stops what is let go.
 
 Keeps what each tier was opened with, so that attaching the same again is no change. Asks no backend anything.
 """
