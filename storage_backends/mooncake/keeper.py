@@ -28,6 +28,7 @@ _UNHEALTHY_S = 10.0
 _REMEMBERED_S = 10.0
 """How long failed transfers show in health when nothing is tried any more."""
 _PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
+_OPEN_S = 50.0
 _CLOSE_S = 2.0
 _END_S = 30.0
 
@@ -63,9 +64,11 @@ class Keeper:
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mooncake-keeper", daemon=True)
         self._thread.start()
-        self._opened.wait()
+        if not self._opened.wait(_OPEN_S):
+            self._closing = True
+            raise StorageError(f"setting up Mooncake takes longer than {_OPEN_S:g} s")
         if self._client is None:
-            self._thread.join()
+            self._thread.join(_END_S)
             raise StorageError(self._problem)
 
     def client(self) -> Client:

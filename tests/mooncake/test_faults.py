@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ from tests.storage.conftest import DEADLINE_S, Slab, all_ok, eventually, is_runn
 OK, ABSENT, FULL, FAILED = Outcome.OK, Outcome.ABSENT, Outcome.FULL, Outcome.FAILED
 MIB = 1 << 20
 SOON_S = 5.0
-"""Issue 4: after recovery new writes and reads work within this."""
+"""After recovery new writes and reads work within this."""
+STRAGGLER_S = 5.0
+"""A call that met the dead master holds its thread for 4.3 s."""
 
 
 def problem_of(backend: StorageBackend) -> str:
@@ -93,6 +96,42 @@ def test_a_killed_and_restarted_master_is_found_again_and_its_objects_are_misses
     assert bench.write("a") == [OK]
     assert bench.read("a") == bench.contents("a")
     backend.ping()
+
+
+async def test_under_steady_load_a_lost_master_costs_misses_and_health_says_why(
+    pool: Pool, open_tier: OpenTier, slab: Slab
+) -> None:
+    """No call outlives its deadline by more than the machine's own delays, whatever the library does; after
+    the restart everything works again."""
+    tier = await open_tier(pool.spec())
+    assert await all_ok(tier, slab, "a", "b")
+    longest_s = 0.0
+
+    async def load_until(holds: Callable[[], object]) -> None:
+        nonlocal longest_s
+        ends_s = time.monotonic() + DEADLINE_S
+        places = slab.places("a", "b", base=16 * MIB)
+        while not holds():
+            began_s = time.monotonic()
+            assert began_s < ends_s, "it never came true"
+            calls = (
+                tier.read(places, timeout_s=0.2),
+                tier.write(slab.fill("a", "b"), timeout_s=0.2),
+                tier.contains(["a", "b"], timeout_s=0.2),
+            )
+            await asyncio.gather(*calls)
+            longest_s = max(longest_s, time.monotonic() - began_s)
+            await asyncio.sleep(0.02)
+
+    os.kill(pool.master.pid, signal.SIGKILL)
+    await load_until(lambda: "Mooncake master" in tier.problem)
+    assert pool.master.tend()
+    restarted_s = time.monotonic()
+    await load_until(lambda: tier.healthy)
+    await until_it_stores(tier, slab)
+    assert time.monotonic() - restarted_s < SOON_S + STRAGGLER_S
+    assert longest_s < 0.2 + 1.0
+    assert await all_ok(tier, slab, "a", "b")
 
 
 def test_a_frozen_master_costs_the_timeout_and_no_more(pool: Pool, open_mooncake: Open) -> None:
