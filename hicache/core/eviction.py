@@ -15,7 +15,7 @@ from hicache.core.columns import Lane, Node
 from hicache.core.occupancy import Freed, Occupancy, Offsets
 from hicache.core.queues import LAST_KEY, Queues, loose_pages, tail_run
 from hicache.core.structure import Segment, Tree
-from hicache.core.words import NO_SLOT, SlotArray
+from hicache.core.words import NO_SLOT, SlotArray, lowest
 
 _TAIL_PAGES = 4096
 
@@ -93,10 +93,15 @@ class Evictor:
         if not len(offsets):
             return offsets, None, blocked
         keys = self._queues.keys(node, lane, offsets)
-        order = keys.argsort(kind="stable")
-        keys = keys[order]
-        n = min(need, int(keys.searchsorted(bound, side="right")))
-        return np.sort(offsets[order[:n]]), int(keys[n]) if n < len(keys) else None, blocked
+        after = None
+        if need < len(keys):
+            first = keys.argpartition(need)
+            after = int(keys[first[need]])
+            offsets, keys = offsets[first[:need]], keys[first[:need]]
+        soon = keys <= bound
+        if soon.all():
+            return np.sort(offsets), after, blocked
+        return np.sort(offsets[soon]), lowest(keys[~soon]), blocked
 
     def _choose_tail(self, node: Node, lane: Lane, need: int, bound: int) -> tuple[Offsets, int | None, bool]:
         window = min(need, _TAIL_PAGES) + 1

@@ -45,6 +45,8 @@ class Tree:
         self.queues = queues
         self.roots: dict[Namespace, Node] = {}
         self._names: dict[Node, Namespace] = {}
+        self._spare = Node(shape, None, 0, b"")
+        """The root of every namespace that has none yet; the first that adds something keeps it."""
         self.tick = 1
         self.n_pages = 0
 
@@ -52,7 +54,7 @@ class Tree:
         """The namespace's root; a fresh one is not entered before something is added under it."""
         if namespace.page_size != self.shape.page_size:
             raise ValueError(f"namespace: page size {namespace.page_size}, index has {self.shape.page_size}")
-        return self.roots.get(namespace) or Node(self.shape, None, 0, b"")
+        return self.roots.get(namespace) or self._spare
 
     def walk(self, node: Node, at: int, packed: memoryview, limit: int) -> tuple[Node, int]:
         """Follow packed tokens from the end of a node, which is at page `at`: the last node reached and the
@@ -134,9 +136,9 @@ class Tree:
         if node.children is None and node.parent is not None:
             node.grow(self.shape, tokens)
             return node
-        if node.parent is None:
-            node = self.roots.setdefault(namespace, node)
-            self._names[node] = namespace
+        if node is self._spare:
+            self.roots[namespace], self._names[node] = node, namespace
+            self._spare = Node(self.shape, None, 0, b"")
         child = Node(self.shape, node, at, tokens)
         if node.dead_from < UNBROKEN:
             child.dead_from = at
