@@ -257,10 +257,8 @@ class RedisPy:
 class Ours:
     """RedisBackend, called by one thread or several."""
 
-    def __init__(self, target: Target, pool: mmap.mmap, n_callers: int, batch_bytes: int) -> None:
-        spec = RedisSpec(
-            addresses=(target.address,), op_timeout_s=60, connections=n_callers, batch_bytes=batch_bytes
-        )
+    def __init__(self, target: Target, pool: mmap.mmap, n_callers: int) -> None:
+        spec = RedisSpec(addresses=(target.address,), op_timeout_s=60, connections=n_callers)
         self._backend = RedisBackend(spec)
         self._backend.register(memoryview(pool))
         self._n_callers = n_callers
@@ -305,15 +303,13 @@ def timed(moves: dict[str, Move], rounds: int) -> dict[str, list[float]]:
     return taken
 
 
-def throughput(
-    target: Target, raw: Raw, pool: mmap.mmap, rounds: int, batch_bytes: int
-) -> Iterator[Throughput]:
+def throughput(target: Target, raw: Raw, pool: mmap.mmap, rounds: int) -> Iterator[Throughput]:
     with ExitStack() as stack:
         subjects = {
             "raw": raw,
             "redis-py": stack.enter_context(closing(RedisPy(target))),
-            "ours": stack.enter_context(closing(Ours(target, pool, 1, batch_bytes))),
-            "ours, 2 callers": stack.enter_context(closing(Ours(target, pool, 2, batch_bytes))),
+            "ours": stack.enter_context(closing(Ours(target, pool, 1))),
+            "ours, 2 callers": stack.enter_context(closing(Ours(target, pool, 2))),
         }
         for payload_bytes in FRAME_BYTES:
             load = Load.of(pool, payload_bytes - HEADER_BYTES)
@@ -333,7 +329,7 @@ def presence(target: Target, pool: mmap.mmap, rounds: int) -> Iterator[Presence]
     """EXISTS of keys that are all there, which is the longest that a lookup takes."""
     load = Load.of(pool, 1 * KIB)
     keys = [item.key for item in load.items[:PRESENCE_KEYS]]
-    with closing(Ours(target, pool, 1, 8 * MIB)) as ours, closing(RedisPy(target)) as redis_py:
+    with closing(Ours(target, pool, 1)) as ours, closing(RedisPy(target)) as redis_py:
         ours.write(Load(pool, load.frame_bytes, load.items[:PRESENCE_KEYS]))
         moves: dict[str, Move] = {
             "redis-py": partial(redis_py.contains, keys),
@@ -359,7 +355,6 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds; figures are their medians")
     parser.add_argument("--mib", type=int, default=64, help="size of the pool, all of it moved each round")
-    parser.add_argument("--batch-mib", type=float, default=8, help="`batch_bytes` of ours")
     given = parser.parse_args()
     pool = mmap.mmap(-1, given.mib * MIB)
     pool.write(np.random.default_rng(0).integers(0, 256, given.mib * MIB, dtype=np.uint8).tobytes())
@@ -370,8 +365,7 @@ def main() -> int:
             with closing(Raw(transport, len(pool), Path(directory))) as raw:
                 for target in targets:
                     if target.transport == transport:
-                        batch_bytes = round(given.batch_mib * MIB)
-                        moved += throughput(target, raw, pool, given.rounds, batch_bytes)
+                        moved += throughput(target, raw, pool, given.rounds)
                         asked += presence(target, pool, given.rounds)
     if given.json:
         result = {"machine": machine(), "throughput": [asdict(one) for one in moved]}

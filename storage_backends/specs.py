@@ -69,8 +69,12 @@ class RedisSpec(Spec, frozen=True, kw_only=True, tag="redis"):
     ttl_s: Annotated[float, Meta(ge=0, le=10 * 366 * 86400)] = 0.0
     """Seconds after which what was written expires; 0 for never. Needed where maxmemory-policy is one of
     volatile-*, which evict nothing else."""
-    batch_bytes: Annotated[int, Meta(ge=64 << 10, le=256 << 20)] = 8 << 20
-    """Most bytes of values under way on one connection before replies are awaited."""
+    write_window_bytes: Annotated[int, Meta(ge=64 << 10, le=256 << 20)] = 8 << 20
+    """Most bytes of values sent on one connection before replies are awaited; one value at least."""
+    read_window_bytes: Annotated[int, Meta(ge=64 << 10, le=256 << 20)] = 1 << 20
+    """Most bytes of values asked for on one connection ahead of what has come; one value at least. The server
+    holds them in memory beside its own. On one machine more is slower, because they fall out of the
+    processor's cache; over a network give it at least bandwidth times round trip."""
     connect_timeout_s: Annotated[float, Meta(gt=0, le=60)] = 0.5
     """Longest time for a new connection, TLS and login included."""
     op_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 1.5

@@ -57,12 +57,13 @@ class RedisBackend(StorageBackend):
         return _outcomes(self._carried_out(keys, range(len(keys)), counting("UNLINK", keys)), _counted)
 
     def read(self, items: Sequence[Item]) -> list[Outcome]:
-        exchange = reading(items, self._buffer, self._spec.batch_bytes)
+        exchange = reading(items, self._buffer, self._spec.read_window_bytes)
         replies = self._carried_out(*self._placed(items), exchange, bulk=True)
         return [_fetched(reply, item.nbytes) for item, reply in zip(items, _told(replies), strict=True)]
 
     def write(self, items: Sequence[Item]) -> list[Outcome]:
-        exchange = writing(items, self._buffer, self._spec.batch_bytes, round(self._spec.ttl_s * 1000))
+        window_bytes, ttl_ms = self._spec.write_window_bytes, round(self._spec.ttl_s * 1000)
+        exchange = writing(items, self._buffer, window_bytes, ttl_ms)
         outcomes = _outcomes(self._carried_out(*self._placed(items), exchange, bulk=True), _stored)
         sizes = [
             item.nbytes for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.FULL

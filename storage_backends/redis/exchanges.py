@@ -83,7 +83,8 @@ def counting(command: str, keys: Sequence[str]) -> Exchange:
 
 
 class _Pace:
-    """How many items may be under way: a window of bytes, filled up again when half of it is through."""
+    """How many items may be under way: a window of bytes, filled up again when half of it is through; one
+    item at least."""
 
     def __init__(self, sizes_bytes: Sequence[int], window_bytes: int) -> None:
         self._sizes_bytes = sizes_bytes

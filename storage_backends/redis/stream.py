@@ -23,6 +23,7 @@ Chunk: TypeAlias = bytes | memoryview
 Target: TypeAlias = tuple[int, str | tuple[str, int]]
 """A socket family and where to connect to in it."""
 
+_LOOPBACK_SEND_BYTES = 128 << 10
 _MOST_CHUNKS = 1024
 """IOV_MAX: what one sendmsg takes."""
 
@@ -183,6 +184,8 @@ def _connected(address: Address, deadline: Deadline) -> socket.socket:
             candidate.connect(target)
             if family != socket.AF_UNIX:
                 candidate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if candidate.getsockname()[0] == candidate.getpeername()[0]:
+                    _keep_in_cache(candidate)
             return candidate
         except OSError as error:
             candidate.close()
@@ -194,6 +197,12 @@ def _connected(address: Address, deadline: Deadline) -> socket.socket:
         raise Late(f"{address} cannot be reached in time: check the address, the server and the network")
     reason = (problem.strerror or str(problem)) if problem else "no such host"
     raise Lost(f"{address} cannot be reached ({reason}): check the address, and that the server runs")
+
+
+def _keep_in_cache(same_host: socket.socket) -> None:
+    """Over loopback the kernel lets megabytes queue up, which leave the processor's cache before they are
+    taken: a short queue made writes 1.6 times as fast. Over a network it would cost speed."""
+    same_host.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
 
 
 def _targets(address: Address, deadline: Deadline) -> list[Target]:

@@ -73,7 +73,13 @@ class TestTcpInSmallWindows(RedisLaws):
 
     @pytest.fixture
     def backend(self, server: Server, open_redis: Open) -> StorageBackend:
-        return open_redis(addresses=[server.address], batch_bytes=64 << 10, connections=1, op_timeout_s=20)
+        return open_redis(
+            addresses=[server.address],
+            write_window_bytes=64 << 10,
+            read_window_bytes=64 << 10,
+            connections=1,
+            op_timeout_s=20,
+        )
 
 
 class TestWithTtl(RedisLaws):

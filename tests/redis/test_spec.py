@@ -42,7 +42,8 @@ def spec(**fields: object) -> RedisSpec:
         ({"addresses": ["a:1"], "connections": 0}, "connections"),
         ({"addresses": ["a:1"], "ttl_s": -1}, "ttl_s"),
         ({"addresses": ["a:1"], "op_timeout_s": 0}, "op_timeout_s"),
-        ({"addresses": ["a:1"], "batch_bytes": 1}, "batch_bytes"),
+        ({"addresses": ["a:1"], "read_window_bytes": 1}, "read_window_bytes"),
+        ({"addresses": ["a:1"], "write_window_bytes": 1 << 30}, "write_window_bytes"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_remedy(fields: Mapping[str, object], words: str) -> None:
