@@ -2,11 +2,10 @@
 
     python -m bench.copy_gpu [--json] [--mib 256] [--rounds 5]
 
-Needs a CUDA device; says so and ends with status 2 where there is none. Per round and in turn, for each shape:
-`link` (one driver copy of the same bytes between pinned memory and the device: what PCIe or NVLink gives), then
-ours by the driver's copies (`cuda`), by the kernel (`cuda-kernel`, needs CuPy), and as `auto` chooses after its
-measurement. `hbm` is a copy of the same bytes on the device, read and written counted once each way. GB/s are 1e9
-bytes of payload per second, the best of the rounds.
+Needs a CUDA device; says so and ends with status 2 where there is none. For each shape: `link` is one driver
+copy of the same bytes between pinned memory and the device (what PCIe or NVLink gives), `hbm` one on the
+device; then ours by the driver's copies (`cuda`), by the kernel (`cuda-kernel`, needs CuPy), and as `auto`
+chooses after its measurement. GB/s are 1e9 bytes of payload per second, the best of the rounds.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 
@@ -143,8 +143,8 @@ def measured(calls: CudaCalls, shape: Shape, total_bytes: int, rounds: int) -> M
         made += [by_kernel, auto]
     found = {"hbm": best_rate(lambda: plain.copy(bench.on_device()), bench.pool_bytes // 2, rounds)}
     for direction in Direction:
-        limit = bench.one_copy(direction)
-        found[f"{direction.value} link"] = best_rate(lambda: plain.copy(limit), bench.total_bytes, rounds)
+        limit = partial(plain.copy, bench.one_copy(direction))
+        found[f"{direction.value} link"] = best_rate(limit, bench.total_bytes, rounds)
         for name, engine in ways.items():
             with TransferScheduler(engine, threads=3, chunk_bytes=32 << 20) as scheduler:
                 copy = through(scheduler, direction, bench.frames(direction))
