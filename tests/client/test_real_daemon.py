@@ -233,7 +233,7 @@ def test_through_freezes_kills_and_restarts_every_byte_is_right(tmp_path: Path) 
     random = np.random.default_rng(7)
     turns, served, frozen = dict.fromkeys(range(8), 1), 0, False
     try:
-        for step in range(250):
+        for step in range(150):
             who = int(random.integers(8))
             turns[who] = min(turns[who] + 1, 12) if random.random() < 0.9 else 1
             served += engine.serve_if_room(f"s{step}", prompt(who, 4 * turns[who] + int(random.integers(4))))
@@ -257,7 +257,7 @@ def test_through_freezes_kills_and_restarts_every_byte_is_right(tmp_path: Path) 
         for component, pool in engine.cache.pools.items():
             engine.cache.evict(component, pool.n_slots)
             assert pool.n_free == pool.n_slots, f"{component}: slots were lost"
-        assert served > 150
+        assert served > 90
         assert engine.cache.counters.hit_host_pages > 0
         assert engine.cache.counters.hit_storage_pages > 0
         assert daemon.counter("internal_errors") == 0
