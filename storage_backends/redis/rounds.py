@@ -21,7 +21,7 @@ from storage_backends.redis.routes import Routes, moved_to
 NOT_TRIED = ValueError("nothing that a server could be asked for")
 """Stands at the places that were never to be asked."""
 _UNASKED = Late("there was no time left to ask, or no server to ask")
-_MOST_ROUNDS = 4
+_MOST_ROUNDS, _ROUNDS_TOGETHER = 4, 2
 _ELSEWHERE = frozenset({"MOVED", "ASK", "READONLY", "TRYAGAIN", "MASTERDOWN"})
 """Errors that another round may cure."""
 _TROUBLE = (ErrorReply, Exception)
@@ -39,7 +39,7 @@ class Batch:
         """By place, a reply, or why there is none. `servers` runs a task for each of several servers."""
         replies: Replies = [NOT_TRIED] * len(self.keys)
         left = list(places)
-        for _ in range(_MOST_ROUNDS):
+        for number in range(_MOST_ROUNDS):
             if not left:
                 break
             for place in left:
@@ -50,11 +50,12 @@ class Batch:
                 for place in left:
                     replies[place] = trouble
                 break
+            ask = self._ask_singly if self.bulk and number >= _ROUNDS_TOGETHER else self._ask
             if len(groups) == 1:
                 for node, group in groups.items():
-                    self._ask(node, group, replies)
+                    ask(node, group, replies)
             else:
-                tasks = [servers.submit(self._ask, node, group, replies) for node, group in groups.items()]
+                tasks = [servers.submit(ask, node, group, replies) for node, group in groups.items()]
                 for task in tasks:
                     task.result()
             left = self._left(left, replies, routes)
@@ -68,6 +69,11 @@ class Batch:
             for place in places:
                 if replies[place] is _UNASKED:
                     replies[place] = trouble
+
+    def _ask_singly(self, node: Node, places: Sequence[int], replies: Replies) -> None:
+        """A value on which the server hangs up must not take its neighbours with it."""
+        for place in places:
+            self._ask(node, [place], replies)
 
     def _left(self, asked: Sequence[int], replies: Replies, routes: Routes) -> list[int]:
         """The places for the next round."""

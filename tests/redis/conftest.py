@@ -15,6 +15,8 @@ from storage_backends.specs import RedisSpec
 from tests.redis.servers import Cluster, Server, Watched, binary, running
 
 PASSWORD = "correct horse battery staple"
+LEAST_RIGHTS = ("+get", "+set", "+exists", "+unlink", "+ping", "+select", "+info", "+dbsize", "~*")
+"""What docs/backends.md tells people to grant."""
 
 
 class Certificates(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 from storage_backends.base import Outcome, StorageError
 from storage_backends.redis.routes import slot_of
 from storage_backends.testing import Bench, at_once, content_of, numbered
-from tests.redis.conftest import Open
+from tests.redis.conftest import LEAST_RIGHTS, PASSWORD, Open
 from tests.redis.servers import Cluster, Server, eventually
 
 OK, ABSENT, FAILED = Outcome.OK, Outcome.ABSENT, Outcome.FAILED
@@ -191,6 +191,21 @@ def node_id(server: Server) -> str:
     with server.client() as client:
         found = client.execute_command("CLUSTER", "MYID")
     return found.decode() if isinstance(found, bytes) else str(found)
+
+
+def test_the_rights_that_the_documents_name_are_enough(
+    cluster: Cluster, open_redis: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_REDIS_PASSWORD", PASSWORD)
+    rights = [*LEAST_RIGHTS, "+cluster|slots", "+asking"]
+    for node in cluster.nodes:
+        with node.client() as client:
+            client.execute_command("ACL", "SETUSER", "cache", "reset", "on", f">{PASSWORD}", *rights)
+    login = {"username": "cache", "password_env": "TEST_REDIS_PASSWORD"}
+    bench = Bench(open_redis(addresses=cluster.addresses[:1], **login, **QUICK))
+    assert bench.write(*numbered(12)) == [OK] * 12
+    assert bench.read(*numbered(12)) == bench.contents(*numbered(12))
+    assert bench.backend.usage().n_objects == 12
 
 
 def test_seeds_that_are_down_do_not_matter_while_one_answers(fragile: Cluster, open_redis: Open) -> None:

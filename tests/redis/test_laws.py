@@ -10,7 +10,7 @@ from storage_backends.base import Outcome, StorageBackend, StorageError
 from storage_backends.redis.backend import RedisBackend
 from storage_backends.specs import RedisSpec
 from storage_backends.testing import Bench, StorageBackendLaws, at_once, numbered
-from tests.redis.conftest import PASSWORD, Certificates, Open
+from tests.redis.conftest import LEAST_RIGHTS, PASSWORD, Certificates, Open
 from tests.redis.servers import Cluster, Server, Watched, eventually
 
 OK, ABSENT = Outcome.OK, Outcome.ABSENT
@@ -106,16 +106,14 @@ class TestUnixSocket(RedisLaws):
 
 
 class TestAclUser(RedisLaws):
-    """The least rights that docs/backends.md names."""
-
-    RULES = "+get", "+set", "+exists", "+unlink", "+ping", "+select", "+info", "+dbsize", "~*"
+    """Who has the least rights."""
 
     @pytest.fixture
     def backend(
         self, server: Server, open_redis: Open, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[StorageBackend]:
         with server.client() as client:
-            client.execute_command("ACL", "SETUSER", "cache", "reset", "on", f">{PASSWORD}", *self.RULES)
+            client.execute_command("ACL", "SETUSER", "cache", "reset", "on", f">{PASSWORD}", *LEAST_RIGHTS)
         monkeypatch.setenv("TEST_REDIS_PASSWORD", PASSWORD)
         yield open_redis(
             addresses=[server.address], username="cache", password_env="TEST_REDIS_PASSWORD", db=1

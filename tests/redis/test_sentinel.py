@@ -9,7 +9,7 @@ import pytest
 
 from storage_backends.base import Outcome, StorageError
 from storage_backends.testing import Bench
-from tests.redis.conftest import Open
+from tests.redis.conftest import LEAST_RIGHTS, PASSWORD, Open
 from tests.redis.servers import Watched, eventually
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
@@ -90,6 +90,20 @@ def test_sentinels_that_go_down_later_do_no_harm(own_watched: Watched, open_redi
     assert bench.write("a") == [OK]
     bench.backend.ping()
     assert bench.read("a") == bench.contents("a")
+
+
+def test_the_rights_that_the_documents_name_are_enough(
+    own_watched: Watched, open_redis: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_REDIS_PASSWORD", PASSWORD)
+    with own_watched.primary().client() as client:
+        rights = [*LEAST_RIGHTS, "+role"]
+        client.execute_command("ACL", "SETUSER", "cache", "reset", "on", f">{PASSWORD}", *rights)
+    login = {"username": "cache", "password_env": "TEST_REDIS_PASSWORD"}
+    bench = Bench(open_redis(addresses=[own_watched.sentinel.address], **login, **QUICK))
+    assert bench.write("a") == [OK]
+    assert bench.read("a") == bench.contents("a")
+    bench.backend.ping()
 
 
 def test_an_unknown_service_is_told(watched: Watched, open_redis: Open) -> None:
