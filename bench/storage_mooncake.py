@@ -2,8 +2,9 @@
 
     python -m bench.storage_mooncake [--json] [--rounds N] [--mib N]
 
-Both move the same frames between registered host memory and a pool, in turns, so that whatever else the
-machine does hits both. Figures are medians; the share is the median of the shares of each round.
+Both move the same frames between registered host memory and a pool, with one client, in turns: whatever else
+the machine does, and how connections and objects happen to lie, hits both. Figures are medians; the share is
+the median of the shares of each round.
 
 * own calls: `batch_put_from`, `batch_get_into`, `batch_is_exist` of the library, whole batch in one call.
 * ours: MooncakeBackend, with its parts, budget, checks and outcomes.
@@ -36,7 +37,7 @@ import numpy as np
 from bench.storage import machine
 from storage_backends.base import Item, Outcome
 from storage_backends.mooncake.backend import MooncakeBackend
-from storage_backends.mooncake.client import connect
+from storage_backends.mooncake.client import Client, connect
 from storage_backends.mooncake.library import Library, Store
 from storage_backends.mooncake.master import EmbeddedMaster
 from storage_backends.specs import MooncakeSpec
@@ -92,7 +93,6 @@ class OwnCalls:
         self._store = store
         self._config = config
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        assert store.register_buffer(self._start, len(memory)) == 0
 
     def prepare(self, items: Sequence[Item]) -> tuple[list[str], list[int], list[int]]:
         places = [self._start + item.offset for item in items]
@@ -188,7 +188,6 @@ def figures(pool: str, subjects: Sequence[Subject], pool_bytes: int, rounds: int
     small = [Item(f"bench/full/0-of-1/{i:064x}", i * KIB, KIB) for i in range(PRESENCE_KEYS)]
     keys = [item.key for item in small]
     subjects[0].write(small)
-    subjects[1].write(small)  # where they share no pool
     own, ours = interleaved(subjects, nothing, partial(contains, keys), 10 * rounds)
     yield figure(pool, "presence of 1000 keys, ms", 0, own, ours, partial(mul, 1e3))
 
@@ -207,39 +206,35 @@ def figure(
 
 
 def over_tcp(memory: mmap.mmap, rounds: int) -> list[Figure]:
-    master = EmbeddedMaster()
-    master.start()
-    spec = MooncakeSpec(master=master.address, op_timeout_s=60)
-    try:
-        with other_process(master.address, 4 * len(memory)), MooncakeBackend(spec) as backend:
-            subjects: list[Subject] = [own_calls(spec, master, 0, memory), Ours(backend, memory)]
-            return list(figures("TCP", subjects, len(memory), rounds))
-    finally:
-        master.stop()
+    with running_master() as master, other_process(master.address, 4 * len(memory)):
+        return compared("TCP", master, 0, memory, rounds)
 
 
 def own_segment(memory: mmap.mmap, rounds: int) -> list[Figure]:
+    with running_master() as master:
+        return compared("own segment", master, 4 * len(memory), memory, rounds)
+
+
+@contextmanager
+def running_master() -> Iterator[EmbeddedMaster]:
     master = EmbeddedMaster()
     master.start()
-    spec = MooncakeSpec(embedded=True, capacity_bytes=4 * len(memory), op_timeout_s=60)
-    theirs = MooncakeSpec(master=master.address)
     try:
-        with MooncakeBackend(spec) as backend:
-            subjects: list[Subject] = [
-                own_calls(theirs, master, 4 * len(memory), memory),
-                Ours(backend, memory),
-            ]
-            return list(figures("own segment", subjects, len(memory), rounds))
+        yield master
     finally:
         master.stop()
 
 
-def own_calls(spec: MooncakeSpec, master: EmbeddedMaster, segment_bytes: int, memory: mmap.mmap) -> OwnCalls:
+def compared(
+    pool: str, master: EmbeddedMaster, segment_bytes: int, memory: mmap.mmap, rounds: int
+) -> list[Figure]:
+    spec = MooncakeSpec(master=master.address, op_timeout_s=60)
     library = Library(spec)
-    store = library.store()
-    code = store.setup("127.0.0.1", spec.metadata, segment_bytes, 0, "tcp", "", master.address)
-    assert code == 0
-    return OwnCalls(store, library.replicate_config(spec), memory)
+    store, config = library.store(), library.replicate_config(spec)
+    assert store.setup("127.0.0.1", spec.metadata, segment_bytes, 0, "tcp", "", master.address) == 0
+    with MooncakeBackend(spec, lambda: Client(store, config, lambda: True)) as backend:
+        subjects: list[Subject] = [OwnCalls(store, config, memory), Ours(backend, memory)]
+        return list(figures(pool, subjects, len(memory), rounds))
 
 
 def main() -> int:
