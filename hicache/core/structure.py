@@ -33,6 +33,24 @@ class Cursor:
     """When it was made."""
 
 
+class PackedPrompt:
+    """The tokens of a prompt from page `base` on, not copied. What is before is known from elsewhere."""
+
+    __slots__ = ("_bytes", "_width", "base", "n_pages", "tail_tokens")
+
+    def __init__(self, tokens: TokenArray, page_size: int, base: int = 0) -> None:
+        self._bytes = token_array(tokens).data.cast("B")
+        self._width = 4 * page_size
+        self.base = base
+        self.n_pages = base + len(tokens) // page_size
+        """Whole pages, those before `base` included."""
+        self.tail_tokens = len(tokens) % page_size
+
+    def part(self, start: int, stop: int) -> memoryview:
+        """Packed tokens of the pages [start, stop), which must not lie before `base`."""
+        return self._bytes[(start - self.base) * self._width : (stop - self.base) * self._width]
+
+
 Segment = tuple[Node, int, int]
 """A node and a half-open range of offsets in it."""
 
@@ -56,54 +74,74 @@ class Tree:
             raise ValueError(f"namespace: page size {namespace.page_size}, index has {self.shape.page_size}")
         return self.roots.get(namespace) or self._spare
 
-    def walk(self, node: Node, at: int, packed: memoryview, limit: int) -> tuple[Node, int]:
-        """Follow packed tokens from the end of a node, which is at page `at`: the last node reached and the
+    def walk(self, node: Node, at: int, prompt: PackedPrompt, limit: int) -> tuple[Node, int]:
+        """Follow a prompt from the end of a node, which is at page `at`: the last node reached and the
         number of pages that match."""
-        width = self.shape.page_bytes
         while at < limit and node.children is not None:
-            child = node.children.get(packed[at * width : (at + 1) * width].tobytes())
+            child = node.children.get(prompt.part(at, at + 1).tobytes())
             if child is None:
                 break
-            node, agreeing = child, self._agreeing(child, packed, limit)
-            at += agreeing
-            if agreeing < node.n:
+            node, at = child, self._agreed(child, prompt, limit)
+            if at < node.end:
                 break
         return node, at
 
-    def _agreeing(self, node: Node, packed: memoryview, limit: int) -> int:
-        """How many pages of the node agree with the packed tokens at its place."""
-        n, width = min(node.n, limit - node.start), self.shape.page_bytes
-        here = packed[node.start * width : (node.start + n) * width]
-        if node.tokens.startswith(here):
-            return n
-        theirs = np.frombuffer(here, dtype=np.int32)
-        differ = np.frombuffer(node.tokens, dtype=np.int32, count=len(theirs)) != theirs
-        return int(differ.argmax()) // self.shape.page_size
+    def _agreed(self, node: Node, prompt: PackedPrompt, limit: int) -> int:
+        """The page up to which the node agrees with the prompt, as far as the prompt's tokens are given."""
+        start = max(node.start, prompt.base)
+        end = min(node.end, limit)
+        theirs, skip = prompt.part(start, end), (start - node.start) * self.shape.page_bytes
+        if node.tokens.startswith(theirs, skip):
+            return max(start, end)
+        tokens = np.frombuffer(theirs, dtype=np.int32)
+        differ = np.frombuffer(node.tokens, dtype=np.int32, count=len(tokens), offset=skip) != tokens
+        return start + int(differ.argmax()) // self.shape.page_size
 
     def find(
-        self, namespace: Namespace, packed: memoryview, limit: int, cursor: Cursor | None
+        self,
+        namespace: Namespace,
+        prompt: PackedPrompt,
+        limit: int,
+        cursor: Cursor | None = None,
+        after: Cursor | None = None,
     ) -> tuple[Node, int]:
-        """`walk`, but begin at the cursor where it is good. Its prompt is compared all the same (one
-        comparison of memory per node), so a wrong or stale cursor costs time, never a wrong answer."""
-        if cursor is not None and 0 < cursor.boundary <= limit and cursor.namespace == namespace:
-            place = self._resume(cursor, packed, limit)
+        """The last node on the prompt's path and the number of pages that match, at most `limit`.
+
+        Behind `after`, only what follows its boundary is compared. With `cursor`, the prompt is compared
+        all the same (one comparison of memory per node), so a wrong or stale one costs time, never a wrong
+        answer. Raises StaleCursor when the pages before `after` are gone."""
+        if after is not None:
+            if after.namespace != namespace:
+                raise ValueError("after: a cursor of another namespace")
+            if after.boundary:
+                return self._go_on(after, prompt, limit)
+        elif cursor is not None and 0 < cursor.boundary <= limit and cursor.namespace == namespace:
+            place = self._resume(cursor, prompt, limit)
             if place is not None:
                 return place
-        return self.walk(self.root(namespace), 0, packed, limit)
+        return self.walk(self.root(namespace), 0, prompt, limit)
 
-    def _resume(self, cursor: Cursor, packed: memoryview, limit: int) -> tuple[Node, int] | None:
+    def _go_on(self, after: Cursor, prompt: PackedPrompt, limit: int) -> tuple[Node, int]:
+        at = after.boundary
+        node = self.segments(after, at - 1, at)[0][0]
+        if at >= limit:
+            return node, min(at, limit)
+        at = max(at, self._agreed(node, prompt, limit))
+        return (node, at) if at < node.end else self.walk(node, at, prompt, limit)
+
+    def _resume(self, cursor: Cursor, prompt: PackedPrompt, limit: int) -> tuple[Node, int] | None:
         try:
             segments = self.segments(cursor, 0, cursor.boundary)
         except StaleCursor:
             return None
         last = segments[0][0]
         for node, _, _ in segments[1:]:
-            if self._agreeing(node, packed, limit) < node.n:
+            if self._agreed(node, prompt, limit) < node.end:
                 return None
-        at = last.start + self._agreeing(last, packed, limit)
+        at = self._agreed(last, prompt, limit)
         if at < cursor.boundary:
             return None
-        return (last, at) if at < last.end else self.walk(last, at, packed, limit)
+        return (last, at) if at < last.end else self.walk(last, at, prompt, limit)
 
     def cursor(self, namespace: Namespace, node: Node, boundary: int) -> Cursor:
         return Cursor(namespace, boundary, node, self.tick)
@@ -123,13 +161,13 @@ class Tree:
             raise StaleCursor(f"pages up to {stop} were given up: match again")
         return segments_up(node, start, stop)
 
-    def extend(self, namespace: Namespace, node: Node, at: int, packed: memoryview, upto: int) -> Node:
+    def extend(self, namespace: Namespace, node: Node, at: int, prompt: PackedPrompt, upto: int) -> Node:
         """Make the path `upto` pages deep; it matched `at` pages, ending in `node`. Returns the node that
         holds the last page. A leaf grows in place, a node left in its middle is divided."""
         if upto <= at:
             return node
         width = self.shape.page_bytes
-        tokens = packed[at * width : upto * width].tobytes()
+        tokens = prompt.part(at, upto).tobytes()
         self.n_pages += upto - at
         if at < node.end:
             node = self.split(node, at)
@@ -209,6 +247,19 @@ class Tree:
             cuts.pop()
         cuts.append((self.tick, end))
 
+    def leaves(self) -> list[Cursor]:
+        """A cursor to the end of every path."""
+        found = []
+        for namespace, root in self.roots.items():
+            todo = [root]
+            while todo:
+                node = todo.pop()
+                if node.children is not None:
+                    todo.extend(node.children.values())
+                elif node.parent is not None:
+                    found.append(self.cursor(namespace, node, node.end))
+        return found
+
     def hashes(self, namespace: Namespace, segments: list[Segment]) -> HashArray:
         """Hashes of the pages of a path's segments (deepest first); computed once and kept."""
         parts = []
@@ -258,8 +309,3 @@ def segments_up(node: Node, start: int, stop: int) -> list[Segment]:
             break
         node = node.parent
     return segments
-
-
-def packed_tokens(tokens: TokenArray) -> memoryview:
-    """The tokens' bytes, not copied."""
-    return token_array(tokens).data.cast("B")

@@ -23,7 +23,7 @@ from hicache.core.policies import MOST_RANK, Policy
 from hicache.core.queues import Queues
 from hicache.core.reservations import Desk, Reservation, checked_placements
 from hicache.core.sessions import Sessions
-from hicache.core.structure import Cursor, Segment, StaleCursor, Tree, packed_tokens, segments_up
+from hicache.core.structure import Cursor, PackedPrompt, Segment, StaleCursor, Tree, segments_up
 from hicache.core.words import (
     NO_SLOT,
     BoolArray,
@@ -77,18 +77,22 @@ class ReadableIndex:
         *,
         limit_pages: int | None = None,
         cursor: Cursor | None = None,
+        after: Cursor | None = None,
         device: Mapping[str, BoolArray] | None = None,
     ) -> Match:
-        """How deep `tokens` may be reused, per reach. Changes nothing and pins nothing.
+        """How deep a prompt may be reused, per reach. Changes nothing and pins nothing.
 
-        A cursor of the same or a shorter prompt saves the walk; a wrong or stale one only costs time.
-        `device` names pages that the caller holds itself (READY), per component: they are readable in
-        every reach and may lie deeper than anything this index knows.
+        `after` makes `tokens` the continuation of another prompt: the prompt is what lies before that
+        cursor's boundary, then `tokens`; costs O(new pages), and raises StaleCursor when it is gone. With
+        `cursor`, `tokens` are the whole prompt, and a cursor of the same or a shorter one saves the walk;
+        a wrong or stale one only costs time. `device` names pages that the caller holds itself (READY),
+        per component: they are readable in every reach and may lie deeper than anything this index knows.
         """
-        limit = len(tokens) // self.shape.page_size
+        prompt = PackedPrompt(tokens, self.shape.page_size, after.boundary if after else 0)
+        limit = prompt.n_pages
         if limit_pages is not None:
             limit = min(limit, max(0, limit_pages))
-        node, n_pages = self._tree.find(namespace, packed_tokens(tokens), limit, cursor)
+        node, n_pages = self._tree.find(namespace, prompt, limit, cursor, after)
         boundaries, branching = reaches(self.shape, segments_up(node, 0, n_pages), limit, device)
         branching -= branching % self._branch_interval_pages
         return Match(self._tree.cursor(namespace, node, n_pages), n_pages, boundaries, branching)
@@ -123,6 +127,17 @@ class ReadableIndex:
     def hashes(self, cursor: Cursor, start: int, stop: int) -> HashArray:
         """Hashes of the pages [start, stop), shape (pages, 32); computed once per page and kept."""
         return self._tree.hashes(cursor.namespace, self._tree.segments(cursor, start, stop))
+
+    def leaves(self) -> list[Cursor]:
+        """A cursor to the end of every path. Visits every node: for reports, not for decisions."""
+        return self._tree.leaves()
+
+    def tokens(self, cursor: Cursor) -> TokenArray:
+        """The tokens of the cursor's path. Raises StaleCursor when the pages are gone."""
+        segments = self._tree.segments(cursor, 0, cursor.boundary)
+        width = self.shape.page_bytes
+        parts = [bytes(node.tokens[low * width : high * width]) for node, low, high in reversed(segments)]
+        return np.frombuffer(b"".join(parts), dtype=np.int32)
 
     def resident(self, component: str, tier: Tier) -> int:
         """Pages READY or INBOUND in the whole index."""
@@ -169,28 +184,29 @@ class Index(ReadableIndex):
         *,
         tier: Tier,
         cursor: Cursor | None = None,
-        first_page: int = 0,
+        after: Cursor | None = None,
+        first_page: int | None = None,
         priority: int = 0,
     ) -> Inserted:
         """Enter payload that is READY in `tier`.
 
-        `slots[c]` covers the whole pages from `first_page` on, -1 where nothing is offered; fills
-        tombstones. Slots that are taken over belong to the index until evicted. The prompt's coverage
-        becomes the most recent; payload outside it starts as the oldest. Under the priority policy the
-        pages of the prompt have at least this priority (0 .. 4095). Raises ValueError, before any change,
-        for slots of the wrong length or below -1.
+        `after` and `cursor` are as for `match`. `slots[c]` covers the whole pages from `first_page` on
+        (default: all of `tokens`), -1 where nothing is offered; fills tombstones. Slots that are taken over
+        belong to the index until evicted. The prompt's coverage becomes the most recent; payload outside it
+        starts as the oldest. Under the priority policy the pages of the prompt have at least this priority
+        (0 .. 4095). Raises ValueError, before any change, for slots of the wrong length or below -1.
         """
         if not 0 <= priority <= MOST_RANK:
             raise ValueError(f"priority: {priority}; it must be 0 .. {MOST_RANK}")
-        n_pages = len(tokens) // self.shape.page_size
-        offer = Offer(self.shape, slots, tier, first_page, n_pages)
-        packed = packed_tokens(tokens)
-        node, matched = self._tree.find(namespace, packed, n_pages, cursor)
+        prompt = PackedPrompt(tokens, self.shape.page_size, after.boundary if after else 0)
+        first = prompt.base if first_page is None else first_page
+        offer = Offer(self.shape, slots, tier, first, prompt.n_pages)
+        node, matched = self._tree.find(namespace, prompt, prompt.n_pages, cursor, after)
         depth = max(matched, offer.depth())
-        node = self._tree.extend(namespace, node, matched, packed, depth)
+        node = self._tree.extend(namespace, node, matched, prompt, depth)
         segments = segments_up(node, 0, depth)
         self._tree.tick += 1
-        offer.place(self._occupancy, _from_page(segments, first_page), matched)
+        offer.place(self._occupancy, _from_page(segments, first), matched)
         self._settle(segments, matched)
         self._touch(segments, depth)
         if priority:
@@ -199,7 +215,7 @@ class Index(ReadableIndex):
         return Inserted(
             self._tree.cursor(namespace, node, depth),
             depth,
-            len(tokens) - n_pages * self.shape.page_size,
+            prompt.tail_tokens,
             offer.redundant,
             offer.canonical,
         )
@@ -231,15 +247,15 @@ class Index(ReadableIndex):
         n_pages = len(tokens) // self.shape.page_size
         checked = checked_placements(placements, n_pages)
         lanes = {name: self.shape.slotted(name, tier) for name in checked}
-        packed = packed_tokens(tokens)
+        prompt = PackedPrompt(tokens, self.shape.page_size)
         depth = max((int(pages[-1]) + 1 for pages, _ in checked.values() if len(pages)), default=0)
-        node, matched = self._tree.find(namespace, packed, depth, None)
+        node, matched = self._tree.find(namespace, prompt, depth)
         cursor = self._tree.cursor(namespace, node, matched)
         for name, (pages, _) in checked.items():
             known = pages[pages < matched]
             if (self._places(cursor, name, tier, 0, matched)[known] != NO_SLOT).any():
                 raise ValueError(f"{name}: a page to reserve is not ABSENT in {lanes[name].tier.name}")
-        node = self._tree.extend(namespace, node, matched, packed, depth)
+        node = self._tree.extend(namespace, node, matched, prompt, depth)
         self._tree.tick += 1
         reservation = Reservation(tier, node, depth, checked)
         self._desk.enter(reservation)

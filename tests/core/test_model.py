@@ -131,7 +131,9 @@ class IndexMachine(RuleBasedStateMachine):
         self, salt: str, pages: str, tail: int, offers: list[list[bool]], pick: int, own: bool
     ) -> None:
         tier = self.slotted[pick % len(self.slotted)]
-        first = pick % (self.oracle.matched(salt, pages) + 1) if pick % 2 else 0
+        salt, pages, after = self.behind_a_kept_cursor(salt, pages, pick)
+        base = after.boundary if after else 0
+        first = pick % (self.oracle.matched(salt, pages) + 1) if pick % 2 else base
         offered = {}
         for name, mask in zip(self.names, offers, strict=False):
             slots = np.full(len(pages) - first, NO_SLOT, dtype=np.int32)
@@ -146,11 +148,12 @@ class IndexMachine(RuleBasedStateMachine):
             offered[name] = slots
         done = self.index.insert(
             self.namespace(salt),
-            self.tokens(pages, tail),
+            self.tokens(pages, tail)[base * self.page_size :],
             offered,
             tier=tier,
             cursor=self.some_cursor(pick),
-            first_page=first,
+            after=after,
+            first_page=first if pick % 2 else None,
             priority=pick % 4,
         )
         redundant, canonical, depth = self.oracle.insert(
@@ -176,7 +179,25 @@ class IndexMachine(RuleBasedStateMachine):
         self, salt: str, pages: str, limit: int | None, pick: int, device: list[list[bool]] | None
     ) -> None:
         held = dict(zip(self.names, device, strict=False)) if device else {}
-        self.compare(salt, pages, limit, held, self.some_cursor(pick))
+        salt, pages, after = self.behind_a_kept_cursor(salt, pages, pick)
+        self.compare(salt, pages, limit, held, self.some_cursor(pick), after)
+
+    def behind_a_kept_cursor(self, salt: str, pages: str, pick: int) -> tuple[str, str, Cursor | None]:
+        """Sometimes: take the prompt as what follows a kept cursor. A stale one is refused."""
+        if pick % 5 or not self.kept:
+            return salt, pages, None
+        kept = self.kept[pick // 5 % len(self.kept)]
+        if self.is_stale(kept, len(kept.pages)):
+            with pytest.raises(StaleCursor):
+                self.index.match(self.namespace(kept.salt), self.tokens(pages), after=kept.cursor)
+            return salt, pages, None
+        return kept.salt, (kept.pages + pages)[:MAX_PAGES], kept.cursor
+
+    def is_stale(self, kept: Kept, stop: int) -> bool:
+        """Whether some of the pages were given up since the cursor was made."""
+        self.oracle.settle()
+        since = self.oracle.known_since.get((kept.salt, kept.pages[:stop])) if stop else 0
+        return since is None or since > kept.made
 
     @rule(salt=st.sampled_from(SALTS), pages=prompts, boundary=st.integers(0, MAX_PAGES))
     def touch(self, salt: str, pages: str, boundary: int) -> None:
@@ -351,9 +372,7 @@ class IndexMachine(RuleBasedStateMachine):
         kept = self.kept[pick % len(self.kept)]
         stop = pick % (len(kept.pages) + 1)
         name, tier = self.names[pick % len(self.names)], self.tiers[pick % len(self.tiers)]
-        self.oracle.settle()
-        since = self.oracle.known_since.get((kept.salt, kept.pages[:stop])) if stop else 0
-        if since is None or since > kept.made:
+        if self.is_stale(kept, stop):
             with pytest.raises(StaleCursor):
                 self.index.residency(kept.cursor, name, tier, 0, stop)
         else:
@@ -401,12 +420,14 @@ class IndexMachine(RuleBasedStateMachine):
         limit: int | None,
         device: Mapping[str, list[bool]],
         cursor: Cursor | None = None,
+        after: Cursor | None = None,
     ) -> None:
         found = self.index.match(
             self.namespace(salt),
-            self.tokens(pages, 3),
+            self.tokens(pages, 3)[(after.boundary if after else 0) * self.page_size :],
             limit_pages=limit,
             cursor=cursor,
+            after=after,
             device={name: np.array(held, dtype=np.bool_) for name, held in device.items()} or None,
         )
         top = len(pages) if limit is None else min(limit, len(pages))
