@@ -14,7 +14,7 @@ from storage_backends.mooncake.backend import MooncakeBackend
 from storage_backends.mooncake.client import Client, connect
 from storage_backends.mooncake.library import Library, Store
 from storage_backends.specs import MooncakeSpec
-from tests.mooncake.servers import Pool, running_pool
+from tests.mooncake.servers import POOL_BYTES, Pool, running_pool
 from tests.storage.conftest import DEADLINE_S, QUICK, Slab
 
 Open = Callable[[MooncakeSpec], MooncakeBackend]
@@ -22,6 +22,10 @@ Open = Callable[[MooncakeSpec], MooncakeBackend]
 
 class Unregisters(Protocol):
     def unregister_buffer(self, address: int, /) -> int: ...
+
+
+class Clears(Protocol):
+    def remove_all(self, force: bool, /) -> int: ...
 
 
 class LentClient(Client):
@@ -59,10 +63,36 @@ def shared_store(shared_pool: Pool) -> Iterator[Store]:
 def backend(shared_pool: Pool, shared_store: Store) -> Iterator[StorageBackend]:
     """On the shared pool, which is empty; for tests that leave pool and client as they were."""
     shared_pool.clear()
-    spec = shared_pool.spec()
-    config = Library(spec).replicate_config(spec)
-    with MooncakeBackend(spec, lambda: LentClient(shared_store, config)) as backend:
+    with lent_backend(shared_pool.spec(), shared_store) as backend:
         yield backend
+
+
+@pytest.fixture(scope="session")
+def lonely_pool() -> Iterator[Pool]:
+    """A master without other memory than the client's own."""
+    with running_pool(n_owners=0) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def lonely_store(lonely_pool: Pool) -> Iterator[Store]:
+    spec = lonely_pool.spec()
+    client = connect(Library(spec), spec, lonely_pool.master.address, POOL_BYTES)
+    yield client._store
+    client.close(DEADLINE_S)
+
+
+@pytest.fixture
+def own_segment(lonely_pool: Pool, lonely_store: Store) -> Iterator[StorageBackend]:
+    """Its objects lie in this process, as in an embedded pool; empty."""
+    assert cast(Clears, lonely_store).remove_all(True) >= 0
+    with lent_backend(lonely_pool.spec(), lonely_store) as backend:
+        yield backend
+
+
+def lent_backend(spec: MooncakeSpec, store: Store) -> MooncakeBackend:
+    config = Library(spec).replicate_config(spec)
+    return MooncakeBackend(spec, lambda: LentClient(store, config))
 
 
 @pytest.fixture
