@@ -160,6 +160,8 @@ class ClusterSlots(Routes):
         self._seeds = list(seeds)
         self._owners: tuple[list[Address], NDArray[np.int16]] | None = None
         """Primaries, and for each slot which of them owns it, -1 where none does."""
+        self._answered: list[Address] = []
+        """Who told the slots last: most likely neither frozen nor dead."""
         self._stale = True
         self._asking = threading.Lock()
 
@@ -207,15 +209,18 @@ class ClusterSlots(Routes):
         return self._owners
 
     def _asked(self, deadline: Deadline) -> tuple[list[Address], NDArray[np.int16]]:
-        """What the first node that answers says; those known to serve are asked before the seeds."""
+        """What the first node that answers says: who told last, else those known to serve, else the seeds."""
         known = self._owners[0] if self._owners else []
-        sources = list(dict.fromkeys([*known, *self._seeds]))
+        sources = list(dict.fromkeys([*self._answered, *known, *self._seeds]))
         troubles: list[str] = []
         for source in sources:
             try:
-                return self._ask(source, _part_of(deadline, len(sources)))
+                found = self._ask(source, _part_of(deadline, len(sources)))
             except RedisTrouble as trouble:
                 troubles.append(str(trouble))
+                continue
+            self._answered = [source]
+            return found
         raise Lost(f"no node of the cluster tells its slots: {'; '.join(troubles)}")
 
     def _ask(self, source: Address, deadline: Deadline) -> tuple[list[Address], NDArray[np.int16]]:

@@ -60,6 +60,12 @@ class TestTcp(RedisLaws):
             assert [client.get("one/full/0-of-1/abc")] == bench.contents("one/full/0-of-1/abc")
             assert client.pttl("one/full/0-of-1/abc") == -1
 
+    def test_more_keys_than_go_in_one_pipeline(self, bench: Bench) -> None:
+        keys = numbered(5000)
+        assert bench.write(*keys[::2], nbytes=16) == [OK] * 2500
+        assert bench.backend.contains(keys) == [OK, ABSENT] * 2500
+        assert bench.backend.delete(keys) == [OK, ABSENT] * 2500
+
     def test_objects_survive_reopening(self, bench: Bench, server: Server, open_redis: Open) -> None:
         """L3-05, L3-06: another instance finds all of it, and closing deletes nothing."""
         bench.write("a", "b")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -299,6 +301,36 @@ def test_an_error_in_a_pipeline_fails_its_item_alone() -> None:
             WRONG_SIZE,
             *bench.contents("p5"),
         ]
+
+
+def test_a_trickle_does_not_stretch_the_deadline() -> None:
+    """A slow link: each byte comes soon after the last, and the whole far too late."""
+    go_on = threading.Event()
+
+    def answer(peer: Peer, words: list[bytes]) -> None:
+        peer.send(b"$4096\r\n")
+        for byte in content_of("k"):
+            peer.send(bytes([byte]))
+            if go_on.wait(0.02):
+                return
+
+    with scripted(answer) as server, RedisBackend(RedisSpec(addresses=(server.address,), **QUICK)) as backend:
+        bench = Bench(backend)
+        with pytest.raises(StorageError, match=r"did not answer within 0.5 s"):
+            within_deadline(lambda: bench.read("k"))
+        go_on.set()
+
+
+def test_a_black_hole_costs_no_call_its_deadline(open_redis: Open) -> None:
+    """REDIS-04: no connection is refused, none is made: the listener's queue is full, so the kernel drops
+    what asks to come in."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as waiting:
+        for _ in range(3):
+            filler = waiting.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        with pytest.raises(StorageError, match=r"cannot be reached in time"):
+            within_deadline(lambda: open_redis(addresses=[f"127.0.0.1:{listener.getsockname()[1]}"], **QUICK))
 
 
 # ---- values that others have touched --------------------------------------------------------------------
