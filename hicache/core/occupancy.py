@@ -96,16 +96,16 @@ class Occupancy:
             if node.tail(lane) > stop or node.high[row] <= start:
                 return
             start, stop = node.high[row] - 1, node.high[row]
-        elif not 0 < node.present[row] <= stop - start:
-            return
-        there = node.block[row, start:stop] != NO_SLOT
-        if not lane.whole and node.present[row] != int(np.count_nonzero(there)):
+        elif (
+            not 0 < node.present[row] <= stop - start
+            or np.count_nonzero(node.block[row, start:stop] != NO_SLOT) < node.present[row]
+        ):
             return
         if node.dead_from == UNBROKEN and node.refs is None and node.rank is None:
             self.queues.defer(node, lane, self.tree.tick << 1)
         else:
             keys = self.queues.keys(node, lane, slice(start, stop))
-            self.queues.defer(node, lane, lowest(keys[there]))
+            self.queues.defer(node, lane, lowest(keys[node.block[row, start:stop] != NO_SLOT]))
 
     def arrive(self, node: Node, lane: Lane, offsets: Offsets) -> None:
         """These pages were brought in for a prompt that needs them: used just now."""

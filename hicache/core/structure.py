@@ -157,7 +157,7 @@ class Tree:
         node = cursor.node
         while node.start >= stop and node.parent is not None:
             node = node.parent
-        if min(node.end, kept_end(node, cursor.tick)) < stop:
+        if node.start + node.n < stop or (node.cuts and kept_end(node, cursor.tick) < stop):
             raise StaleCursor(f"pages up to {stop} were given up: match again")
         return segments_up(node, start, stop)
 

@@ -389,11 +389,12 @@ class Index(ReadableIndex):
 
 def _from_page(segments: list[Segment], first: int) -> list[Segment]:
     """The part of a path's segments (deepest first) from page `first` on."""
-    if first <= segments[-1][0].start + segments[-1][1] if segments else True:
+    if not first:
         return segments
     out = []
     for node, start, stop in segments:
-        if node.start + stop <= first:
+        low = first - node.start
+        if low >= stop:
             break
-        out.append((node, max(start, first - node.start), stop))
+        out.append((node, max(start, low), stop))
     return out
