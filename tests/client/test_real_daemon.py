@@ -86,7 +86,7 @@ def big(daemon: LiveDaemon) -> Iterator[BigEngine]:
 def test_a_daemon_killed_in_the_middle_of_copies_frees_every_slot_and_its_successor_is_found_in_time(
     daemon: LiveDaemon, big: BigEngine
 ) -> None:
-    """LIFE-02 under load, three times over: the engine sees misses, and within two seconds of the new
+    """LIFE-02 under load, three times over: the engine sees misses, and within seconds of the new
     daemon's being there it is attached to it."""
     for boot in range(3):
         for seed in range(4):
@@ -98,7 +98,7 @@ def test_a_daemon_killed_in_the_middle_of_copies_frees_every_slot_and_its_succes
         assert big.cache.pools["full"].n_free == N_SLOTS, "a dead daemon still holds slots"
         assert big.serve(100 * boot)[Tier.HOST] == 0
         daemon.start()
-        wait_until(lambda: big.client.ready, "the engine to attach again", within_s=2.0)
+        wait_until(lambda: big.client.ready, "the engine to attach again", within_s=5.0)
         big.settle()
     big.cache.evict("full", N_SLOTS)
     assert big.serve(200)[Tier.HOST] == 12, "what was in L1 went to the new daemon"
