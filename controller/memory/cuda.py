@@ -49,6 +49,10 @@ class DeviceMemory(Protocol):
     def devices(self) -> Mapping[bytes, int]:
         """Number by UUID (16 bytes). Numbers differ between processes; UUIDs do not."""
 
+    def sees_host_addresses(self, device: int) -> bool:
+        """Whether pinned host memory has the same addresses on the device as on the host. Where it has not
+        (WSL2, for one), only plain copies may name host memory: batches and kernels fault."""
+
     def open_memory(self, device: int, handle: bytes) -> int:
         """Map another process's whole allocation; its address here. Once per handle at a time."""
 
@@ -65,7 +69,7 @@ class DeviceMemory(Protocol):
         """Give back what `allocate` gave."""
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """Pin host memory and make it readable for every device under the same address."""
+        """Pin host memory, for every device."""
 
     def unregister_host(self, address: int) -> None:
         """Undo the registration that began at `address`."""
@@ -158,19 +162,19 @@ class CudaMemory:
     """See DeviceMemory."""
 
     def __init__(self, library: Library) -> None:
-        """Raises CudaError for a device that sees host memory under other addresses (copies would need
-        two addresses a piece; no 64-bit Linux machine does)."""
+        """Raises CudaError."""
         self._library = library
         self._devices: dict[bytes, int] = {}
         for device in range(library.n_devices):
             uuid = (c_ubyte * UUID_BYTES)()
             library.call("cuDeviceGetUuid_v2", byref(uuid), c_int(device))
-            if not library.attribute(device, _HOST_POINTER_IS_DEVICE_POINTER):
-                raise CudaError("cuDeviceGetAttribute", INVALID_VALUE, "host pointers differ on the device")
             self._devices[bytes(uuid)] = device
 
     def devices(self) -> Mapping[bytes, int]:
         return self._devices
+
+    def sees_host_addresses(self, device: int) -> bool:
+        return bool(self._library.attribute(device, _HOST_POINTER_IS_DEVICE_POINTER))
 
     def open_memory(self, device: int, handle: bytes) -> int:
         self._library.bind(device)

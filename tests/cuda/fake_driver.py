@@ -114,6 +114,7 @@ class FakeCuda:
         self.calls: list[str] = []
         self._failures: dict[str, list[CudaError | None]] = {}
         self.lost: CudaError | None = None
+        self.same_addresses = True
 
     # ---- what a test does -------------------------------------------------------------------------
 
@@ -221,6 +222,9 @@ class FakeCuda:
 
     def devices(self) -> Mapping[bytes, int]:
         return self._uuids
+
+    def sees_host_addresses(self, device: int) -> bool:
+        return self.same_addresses
 
     def open_memory(self, device: int, handle: bytes) -> int:
         self._called("open_memory")

@@ -37,6 +37,7 @@ from tests.controller.rig import SLOTS, TaggedEngine
 from tests.cuda.cpu_kernel import CpuKernel
 from tests.cuda.fake_driver import DEADLINE_S, FakeCuda
 from tests.tagged import TaggedMemory, hashes_of, make_layout, prompt
+from tests.transfers.engine_laws import table_of
 
 MIB = 1 << 20
 DEVICE = bytes(16)
@@ -128,7 +129,7 @@ class World:
         stack.callback(self.scheduler.close)
         settings = ControllerSettings(copy_timeout_s=timeout_s)
         self.controller = HybridCacheController(settings, self.slab, self.scheduler, self.devices)
-        stack.push_async_callback(self.controller.stop)
+        stack.push_async_callback(self.controller.stop, 1.0)
         self.engine = GpuEngine(self.controller, self.devices, self.cuda)
 
 
@@ -328,6 +329,23 @@ def test_unpinned_memory_is_a_problem_that_health_shows(slab: HostSlab) -> None:
     assert devices.counters() == {"pinned_bytes": 0, "pin_failures": 1, "device_mappings": 0}
     open_on(devices, cuda)
     assert "launch" not in cuda.calls
+    devices.close()
+
+
+def test_where_host_addresses_differ_there_are_plain_copies_only(slab: HostSlab) -> None:
+    """WSL2: batches and kernels that name host memory fault there."""
+    cuda = FakeCuda()
+    cuda.same_addresses = False
+    devices = devices_on(cuda, slab, EngineChoice.AUTO)
+    devices.pin()
+    memory = cuda.array(4096, fill=5)
+    region = devices.open(DeviceHandle(cuda.export(memory), 0, 4096, DEVICE))
+    host = np.frombuffer(slab.buffer, dtype=np.uint8)
+    devices.routes.copy(table_of(memory, host, [(0, 0, 100), (200, 300, 50)]))
+    assert (host[:100] == 5).all()
+    assert (cuda.calls.count("copy"), "copy_batch" in cuda.calls, "launch" in cuda.calls) == (2, False, False)
+    del host
+    region.close()
     devices.close()
 
 

@@ -180,6 +180,9 @@ class Devices:
 
     def _build(self, device: int) -> DeviceCopyEngine:
         calls, pinned = self._calls, self._pinning.whole
+        if pinned and not calls.memory.sees_host_addresses(device):
+            self._told(f"device {device}: sees host memory under other addresses; plain copies only")
+            pinned = False
         kernel = self._kernel_mover(device) if pinned else None
         if self._choice is EngineChoice.CUDA_KERNEL and kernel is None:
             raise KernelMissing(

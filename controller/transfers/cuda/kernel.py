@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import resources
 from typing import Protocol
 
-from controller.memory.cuda import CudaError
+from controller.memory.cuda import INVALID_VALUE, CudaError
 
 KERNEL_NAME = "hicache_move"
 OPTIONS = ("-std=c++17",)
@@ -46,7 +46,6 @@ class CupyKernel:
                 "transfers.engine to cuda"
             ) from error
         self._cupy = cupy
-        self._error: type[Exception] = cupy.cuda.driver.CUDADriverError
         try:
             module = cupy.RawModule(code=kernel_source(), options=OPTIONS)
             self._kernel = module.get_function(KERNEL_NAME)
@@ -59,5 +58,5 @@ class CupyKernel:
         try:
             with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream):
                 self._kernel((n_blocks,), (THREADS,), arguments)
-        except self._error as error:
-            raise CudaError("cuLaunchKernel", 1, str(error)) from error
+        except RuntimeError as error:  # of the driver or the runtime; `status` is its number
+            raise CudaError("cuLaunchKernel", getattr(error, "status", INVALID_VALUE), str(error)) from error
