@@ -23,8 +23,8 @@ itself or be replaced ..."""
 _STUCK_S = 15.0
 """... and after so long it is replaced anyhow: a lost node's objects are forgotten by then."""
 _TICK_S = 0.5
-_UNHEALTHY_S = 10.0
-"""A client that has not found its master for so long, while others reach it, is replaced."""
+UNHEALTHY_S = 10.0
+"""A client that does not find its master for so long, although it takes connections, is replaced."""
 _REMEMBERED_S = 10.0
 """How long failed transfers show in health when nothing is tried any more."""
 _PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
@@ -154,12 +154,12 @@ class Keeper:
         client, now_s = self._client, time.monotonic()
         self._reachable = self._answers()
         healthy = self._reachable and client is not None and client.healthy()
-        if healthy:
-            self._healthy_at_s = now_s
+        if healthy or not self._reachable:
+            self._healthy_at_s = now_s  # while the master is away nothing can be said of the client
         if client is None or now_s < self._pause_ends_s:
             return
-        lost = now_s - self._healthy_at_s > _UNHEALTHY_S
-        if (healthy and self._is_stuck(client)) or (lost and self._reachable):
+        lost = now_s - self._healthy_at_s > UNHEALTHY_S
+        if lost or (healthy and self._is_stuck(client)):
             self._replace()
 
     def _is_stuck(self, client: Client) -> bool:

@@ -235,6 +235,14 @@ def test_a_node_that_leaves_takes_only_its_own_objects(pool: Pool, open_mooncake
     assert bench.read("a", "b") == bench.contents("a", "b")
 
 
+def test_objects_outlive_the_client_that_wrote_them(shared_pool: Pool, open_mooncake: Open) -> None:
+    """L3-05: after a restart of the daemon what it stored is found by the same keys."""
+    with MooncakeBackend(shared_pool.spec()) as first:
+        assert Bench(first).write("outlives") == [OK]
+    bench = Bench(open_mooncake(shared_pool.spec()))
+    assert bench.read("outlives") == bench.contents("outlives")
+
+
 # room
 
 

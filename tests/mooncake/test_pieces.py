@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from storage_backends.base import Item, Outcome, StorageError
 from storage_backends.messages import Open as OpenMessage
 from storage_backends.messages import framed, parse_request
-from storage_backends.mooncake import codes
+from storage_backends.mooncake import codes, keeper
 from storage_backends.mooncake.backend import MooncakeBackend
 from storage_backends.mooncake.client import Client
 from storage_backends.mooncake.keeper import STUCK_CALLS, Keeper
@@ -45,6 +45,7 @@ class Double:
     def __init__(self) -> None:
         self.health = 0
         self.answers = True
+        self.asked = 0
         self.transfer: Callable[[list[str], list[int]], list[int]] = lambda _keys, sizes: sizes
         self.transfers: list[tuple[list[str], list[int], list[int]]] = []
         self.registered: list[tuple[int, int]] = []
@@ -52,6 +53,10 @@ class Double:
         self.inside = 0
         self.gate = threading.Event()
         self.gate.set()
+
+    def takes_connections(self) -> bool:
+        self.asked += 1
+        return self.answers
 
     def setup(self, *_: object) -> int:
         return 0
@@ -118,11 +123,11 @@ def backend_on(*doubles: Double) -> MooncakeBackend:
             raise StorageError("there is no other client") from None
 
     spec = MooncakeSpec(master="127.0.0.1:1", op_timeout_s=2.0)
-    return MooncakeBackend(spec, connect, lambda: all(double.answers for double in doubles))
+    return MooncakeBackend(spec, connect, lambda: all(double.takes_connections() for double in doubles))
 
 
 def client_on(double: Double) -> Client:
-    return Client(double, None, lambda: double.answers)
+    return Client(double, None, double.takes_connections)
 
 
 # configuration
@@ -452,6 +457,24 @@ def test_failed_reads_of_a_lost_node_do_not_replace_a_client_that_still_works(do
         double.transfer = lambda _keys, sizes: sizes
         assert backend.read([Item("a", 0, 100)]) == [OK]
         assert backend._keeper.replacements == 0
+
+
+def test_a_client_that_does_not_find_its_master_again_is_replaced_and_left_to_the_exit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only when the master takes connections: as long as it is away the library may still find it again."""
+    monkeypatch.setattr(keeper, "UNHEALTHY_S", 0.0)
+    lost, fresh = Double(), Double()
+    with backend_on(lost, fresh) as backend:
+        backend.register(memoryview(bytearray(4096)))
+        lost.health, lost.answers = 2, False
+        looks = lost.asked
+        until(lambda: lost.asked >= looks + 3)
+        assert backend._keeper.replacements == 0
+        lost.answers = True
+        until(lambda: backend._keeper.replacements)
+        assert backend.read([Item("a", 0, 100)]) == [OK]
+        assert not lost.closed
 
 
 def test_a_first_client_that_cannot_be_made_is_an_error_with_its_reason() -> None:
