@@ -18,8 +18,8 @@ from hicache.cache.counters import Counters
 from hicache.cache.l1 import L1
 from hicache.cache.ledger import Copy, Owner
 from hicache.cache.loads import NOTHING, LoadBack, Reach
-from hicache.cache.lower import LowerTiers, PrefetchUnderWay
-from hicache.cache.requests import Request, WritePolicy
+from hicache.cache.lower import LowerTiers
+from hicache.cache.requests import Queued, Request, WritePolicy
 from hicache.client.messages import Placement, PrefetchPolicy, Prompt
 from hicache.core.audit import audit
 from hicache.core.coverage import Checkpoint
@@ -68,7 +68,7 @@ class UnifiedRadixCache:
         self._client = client
         self._prefetch_policy = prefetch_policy
         self._prefetch_wait_s = prefetch_wait_s
-        self._prefetches: dict[str, PrefetchUnderWay] = {}
+        self._queued: dict[str, Queued] = {}
         self._live: list[Request] = []
         self._loads: LoadBack | None = None
         self._backups: WriteThrough | None = None
@@ -128,23 +128,22 @@ class UnifiedRadixCache:
         prompt = Prompt(request_id, token_array(tokens), adapter, salt)
         limit_pages = self._limit_pages(prompt.tokens)
         match = self._index.match(self._namespace(prompt), prompt.tokens, limit_pages=limit_pages)
-        if match.boundaries[Tier.DEVICE] == limit_pages:
-            return
-        prefetching = self._client.prefetch(
-            prompt,
-            device=self._l1.ready(match),
-            limit_pages=limit_pages,
-            policy=self._prefetch_policy,
-        )
-        if prefetching is not None:
-            self._prefetches[request_id] = prefetching
-            self.counters.prefetches += 1
+        prefetch, boundary = None, match.boundaries[Tier.DEVICE]
+        if boundary < limit_pages:
+            prefetch = self._client.prefetch(
+                prompt,
+                device=self._l1.ready(match),
+                limit_pages=limit_pages,
+                policy=self._prefetch_policy,
+            )
+            self.counters.prefetches += prefetch is not None
+        self._queued[request_id] = Queued(boundary, prefetch)
 
     def cancel(self, request_id: str) -> None:
         """A queued request will not begin: end its prefetch, if there is one."""
-        prefetching = self._prefetches.pop(request_id, None)
-        if prefetching is not None:
-            prefetching.cancel()
+        queued = self._queued.pop(request_id, None)
+        if queued is not None and queued.prefetch is not None:
+            queued.prefetch.cancel()
 
     def begin(
         self,
@@ -238,7 +237,7 @@ class UnifiedRadixCache:
     def close(self) -> None:
         """Cancel what is queued and leave the daemon. Slots stay where they are; the memory under them
         may be unmapped, for the daemon has a mapping of its own."""
-        for request_id in list(self._prefetches):
+        for request_id in list(self._queued):
             self.cancel(request_id)
         if self._client is not None:
             self._client.close()
@@ -272,17 +271,22 @@ class UnifiedRadixCache:
     def _reach(self, prompt: Prompt) -> Reach:
         """Get as deep as L1 and the lower tiers allow.
 
-        A prefetch left out what L1 had when it was asked for. Where that has gone since, and storage has
-        it, it is fetched now, in what is left of the time for prefetches.
+        A prefetch leaves out what L1 has when it is asked for. What has gone from there since is fetched
+        now, in what is left of the time for prefetches.
         """
         deadline = time.monotonic() + self._prefetch_wait_s
-        queued = prompt.request_id in self._prefetches
-        reach = self._reach_once(prompt, self._await_prefetch(prompt.request_id, deadline))
-        if queued and reach.brought.storage_boundary > reach.boundary and time.monotonic() < deadline:
+        queued = self._queued.pop(prompt.request_id, None)
+        if queued is None:
+            return self._reach_once(prompt, None)
+        before, promised = self._await_prefetch(queued, deadline)
+        reach = self._reach_once(prompt, before)
+        if reach.boundary < promised and time.monotonic() < deadline:
             self.prefetch(prompt.request_id, prompt.tokens, adapter=prompt.adapter, salt=prompt.salt)
-            before = self._await_prefetch(prompt.request_id, deadline)
-            reach = self._reach_once(prompt, before).after(reach)
-            self.counters.prefetches_again += 1
+            queued = self._queued.pop(prompt.request_id, None)
+            if queued is not None:
+                self.counters.prefetches_again += 1
+                before, _ = self._await_prefetch(queued, deadline)
+                reach = self._reach_once(prompt, before).after(reach)
         return reach
 
     def _reach_once(self, prompt: Prompt, before: int | None) -> Reach:
@@ -297,14 +301,16 @@ class UnifiedRadixCache:
         stored = came >= before if before is not None else np.zeros(len(came), bool)
         return Reach(namespace, match, brought, came[~stored], came[stored])
 
-    def _await_prefetch(self, request_id: str, deadline: float) -> int | None:
-        """Wait for the request's prefetch; what L1 and L2 could serve before it, where that is known."""
-        prefetching = self._prefetches.pop(request_id, None)
-        if prefetching is None:
-            return None
-        if prefetching.wait(max(0.0, deadline - time.monotonic())) is None:
+    def _await_prefetch(self, queued: Queued, deadline: float) -> tuple[int | None, int]:
+        """Wait for a prefetch: what L1 and L2 could serve before it, where that is known, and what they
+        can now, if L1 still has what it had."""
+        if queued.prefetch is None:
+            return None, queued.boundary
+        progress = queued.prefetch.wait(max(0.0, deadline - time.monotonic()))
+        if progress is None:
             self.counters.prefetches_unanswered += 1
-        return prefetching.boundary_before
+            return queued.prefetch.boundary_before, queued.boundary
+        return queued.prefetch.boundary_before, progress.boundary
 
     def _admit(self, prompt: Prompt, reach: Reach) -> Request:
         boundary = reach.boundary

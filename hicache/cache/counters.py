@@ -47,7 +47,7 @@ class Counters:
     prefetches: int = 0
     prefetches_unanswered: int = 0
     prefetches_again: int = 0
-    """Requests that began with less than storage had, and fetched once more."""
+    """Requests that found less than their prefetch had promised, and fetched once more."""
 
     backups: int = 0
     backups_failed: int = 0

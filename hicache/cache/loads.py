@@ -44,11 +44,9 @@ class Brought:
     """Per component, the pages that are in L1 now and were not before."""
     branching_boundary: int
     """Deepest boundary that the whole-path components reach in all tiers that answered; 0 when none did."""
-    storage_boundary: int
-    """What L1, L2 and storage together could have served, as far as is known."""
 
 
-NOTHING = Brought({}, 0, 0)
+NOTHING = Brought({}, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,10 +134,10 @@ class LoadBack:
                 self._counters.lookups_inconsistent += 1
             else:
                 loaded = self._load(prompt, namespace, match, found, found.lease, device)
-                return Brought(loaded, found.branching_boundary, found.storage_boundary)
+                return Brought(loaded, found.branching_boundary)
         if found.lease is not None:
             self._lower.release(found.lease)
-        return Brought(loaded, found.branching_boundary, found.storage_boundary)
+        return Brought(loaded, found.branching_boundary)
 
     def reap(self) -> int:
         """End the late loads that have settled meanwhile; how many."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hicache.cache.lower import PrefetchUnderWay
 from hicache.client.messages import Prompt
 from hicache.core.identity import Namespace
 from hicache.core.pins import Receipt
@@ -19,6 +20,16 @@ class WritePolicy(Enum):
     NONE = "none"
     WRITE_THROUGH = "write_through"
     """As soon as they are inserted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Queued:
+    """A request that waits for its turn."""
+
+    boundary: int
+    """What L1 had of its prompt, in pages: the prefetch left that out."""
+    prefetch: PrefetchUnderWay | None
+    """None when L1 had everything, or the daemon was not to be had."""
 
 
 @dataclass(eq=False)

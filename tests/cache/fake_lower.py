@@ -230,12 +230,18 @@ class FakeLower:
                     place = key(prompt, component.name, page)
                     if place in self.stored:
                         self.host[place] = self.stored[place]
+            if under_way.progress is not None:
+                under_way.progress = self._progress(prompt, device, limit_pages)
 
         before, _, _ = self._joint(prompt, device, limit_pages)
-        self.prefetches.append(
-            FakePrefetch(Progress(PrefetchState.DONE, limit_pages, 0, 0, 0, ""), before, arrive)
-        )
-        return self.prefetches[-1]
+        under_way = FakePrefetch(self._progress(prompt, device, limit_pages), before, arrive)
+        self.prefetches.append(under_way)
+        return under_way
+
+    def _progress(self, prompt: Prompt, device: Mapping[str, BoolArray], limit_pages: int) -> Progress:
+        """With L1 as it was when the prefetch was asked for."""
+        boundary, _, _ = self._joint(prompt, device, limit_pages)
+        return Progress(PrefetchState.DONE, boundary, boundary, 0, 0, "")
 
     def release(self, lease: Lease) -> None:
         if lease.attachment == self.epoch:

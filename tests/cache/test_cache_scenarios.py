@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from engine import Engine, tokens_of
@@ -463,31 +461,43 @@ def test_pages_that_a_prefetch_brought_count_as_storage() -> None:
     assert sum(running.request.hit_pages.values()) == running.request.boundary
 
 
-def queued_while_l1_still_had_it() -> Engine:
-    """Request q over five pages was queued when L1 had four of them. Meanwhile they went from L1 and from
-    host memory; storage has them."""
+def queued_while_l1_still_had_it(*pages: int) -> Engine:
+    """Request q was queued when L1 had four pages of it. Meanwhile they went from L1 and from host memory;
+    storage has them."""
     engine = Engine(full=6)
     engine.serve(tokens_of(1, 2, 3, 4))
     engine.lower.stored.update(engine.lower.host)
     engine.lower.host.clear()
-    engine.cache.prefetch("q", tokens_of(1, 2, 3, 4, 5))
-    engine.lower.prefetches[0].at_wait = lambda: None  # it had nothing to bring
+    engine.cache.prefetch("q", tokens_of(*pages))
+    for prefetch in engine.lower.prefetches:
+        prefetch.at_wait = lambda: None  # L1 had it: there was nothing to bring
     assert engine.cache.evict("full", 4) == 4
-    engine.lower.answer = lambda found: replace(found, storage_boundary=4)
     return engine
 
 
-def test_what_l1_lost_since_the_prefetch_was_asked_for_is_fetched_once_more() -> None:
-    engine = queued_while_l1_still_had_it()
-    running = engine.begin(tokens_of(1, 2, 3, 4, 5), name="q")
+@pytest.mark.parametrize("pages", [(1, 2, 3, 4, 5), (1, 2, 3, 4)])
+def test_what_l1_lost_since_the_prefetch_was_asked_for_is_fetched_once_more(pages: tuple[int, ...]) -> None:
+    engine = queued_while_l1_still_had_it(*pages)
+    running = engine.begin(tokens_of(*pages), name="q")
     assert running is not None
     assert running.request.boundary == 4
     assert running.request.hit_pages == {Tier.DEVICE: 0, Tier.HOST: 0, Tier.STORAGE: 4}
     assert engine.cache.counters.prefetches_again == 1
 
 
+def test_nothing_is_fetched_once_more_that_is_there_or_was_never_promised() -> None:
+    engine = Engine(full=6)
+    engine.serve(tokens_of(1, 2, 3, 4))
+    for pages in ((1, 2, 3, 4), (1, 2, 3, 4, 5), (7, 8)):
+        engine.cache.prefetch("q", tokens_of(*pages))
+        running = engine.begin(tokens_of(*pages), name="q")
+        assert running is not None
+        engine.abort(running)
+    assert engine.cache.counters.prefetches_again == 0
+
+
 def test_fetching_once_more_takes_no_more_time_than_the_prefetch_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, now = queued_while_l1_still_had_it(), [100.0]
+    engine, now = queued_while_l1_still_had_it(1, 2, 3, 4, 5), [100.0]
     monkeypatch.setattr("hicache.cache.cache.time.monotonic", lambda: now[0])
 
     def all_the_time() -> None:
