@@ -96,16 +96,14 @@ class Occupancy:
             if node.tail(lane) > stop or node.high[row] <= start:
                 return
             start, stop = node.high[row] - 1, node.high[row]
-        elif (
-            not 0 < node.present[row] <= stop - start
-            or np.count_nonzero(node.block[row, start:stop] != NO_SLOT) < node.present[row]
-        ):
+        there = node.block[row, start:stop] != NO_SLOT
+        if not lane.whole and not 0 < node.present[row] == np.count_nonzero(there):
             return
         if node.dead_from == UNBROKEN and node.refs is None and node.rank is None:
             self.queues.defer(node, lane, self.tree.tick << 1)
         else:
             keys = self.queues.keys(node, lane, slice(start, stop))
-            self.queues.defer(node, lane, lowest(keys[node.block[row, start:stop] != NO_SLOT]))
+            self.queues.defer(node, lane, lowest(keys[there]))
 
     def arrive(self, node: Node, lane: Lane, offsets: Offsets) -> None:
         """These pages were brought in for a prompt that needs them: used just now."""
