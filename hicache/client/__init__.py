@@ -19,6 +19,7 @@ from hicache.client.messages import (
     RankPlace,
     ReadyEvent,
 )
+from hicache.client.on_stream import OnStream
 from hicache.client.prefetching import Prefetching
 from hicache.client.regions import SharedRegion
 from hicache.client.tickets import Outcome, Ticket
@@ -32,6 +33,7 @@ __all__ = [
     "LayerCells",
     "LayerRow",
     "Lease",
+    "OnStream",
     "Outcome",
     "Placement",
     "PrefetchPolicy",

@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicache.client import CudaRegion, LayerBoard, LayerCells, ReadyRing, SharedRegion, StreamCells, wire
+from hicache.client import (
+    CudaRegion,
+    LayerBoard,
+    LayerCells,
+    OnStream,
+    ReadyRing,
+    SharedRegion,
+    StreamCells,
+    wire,
+)
 from hicache.client.cuda import CudaUnavailable
 
 BASE, NBYTES = 0x7F0000000000, 1 << 20
@@ -156,6 +165,38 @@ def test_events_are_recorded_again_only_when_settled() -> None:
     ring.settled(second)
     ring.close()
     assert driver.events == 0
+
+
+class Asked:
+    """A client that remembers, and a transfer that settles when the test says so."""
+
+    def __init__(self) -> None:
+        self.ready: list[object] = []
+        self.is_settled = False
+
+    def settled(self) -> bool:
+        return self.is_settled
+
+    def start_load(self, lease: object, placements: object, *, ready: object, cells: object) -> Asked:
+        self.ready.append(ready)
+        return self
+
+    def start_backup(self, prompt: object, placements: object, *, ready: object) -> Asked:
+        self.ready.append(ready)
+        return self
+
+
+def test_every_transfer_has_an_event_of_its_own_until_it_is_settled() -> None:
+    driver, asked = Driver(), Asked()
+    client = OnStream(asked, ReadyRing(1, driver=driver), lambda: 77)  # type: ignore[arg-type]
+    client.start_backup(None, {})  # type: ignore[arg-type]
+    client.start_load(None, {})  # type: ignore[arg-type]
+    assert asked.ready[0] != asked.ready[1]
+    asked.is_settled = True
+    client.start_backup(None, {})  # type: ignore[arg-type]
+    assert asked.ready[2] in asked.ready[:2]
+    assert driver.events == 2
+    assert [call[2] for call in driver.calls] == [77, 77, 77]
 
 
 def test_a_row_is_used_again_with_a_greater_value() -> None:

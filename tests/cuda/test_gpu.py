@@ -20,7 +20,9 @@ from controller.transfers.cuda.engine import Always, CopyEngineMover, DeviceCopy
 from controller.transfers.cuda.kernel import CupyKernel, KernelMissing
 from controller.transfers.cuda.lanes import Lanes
 from controller.transfers.scheduler import Direction, TransferScheduler
-from hicache.client import CudaRegion, Outcome
+from hicache import UnifiedRadixCache
+from hicache.client import CudaRegion, OnStream, Outcome, ReadyRing
+from hicache.core.words import Tier
 from tests.cuda.gpu import Gpu, GpuEngine, layered, placement
 from tests.live import LiveDaemon, wait_until
 from tests.tagged import prompt
@@ -254,6 +256,29 @@ def test_layers_overlap_with_a_busy_stream(process: GpuEngine, gpu: Gpu) -> None
     process.client.release(found.lease)
     gpu.memory.free(0, seen)
     gpu.memory.free(0, scratch)
+
+
+def test_the_cache_of_a_gpu_engine(process: GpuEngine, gpu: Gpu) -> None:
+    """Write-through and load-back of the cache, in order with the engine's stream."""
+    events = ReadyRing(0)
+    lower = OnStream(process.client, events, lambda: process.stream)
+    cache = UnifiedRadixCache(
+        process.layout, model="m", client=lower, lookup_timeout_s=WAIT_S, load_timeout_s=WAIT_S
+    )
+    tokens = prompt(6, 16 * N_PAGES + 1)
+    request = cache.begin("first", tokens)
+    slots = cache.alloc("full", N_PAGES)
+    assert slots is not None
+    process.write(tokens, dict(enumerate(slots.tolist())))
+    cache.finish(request, tokens, {"full": slots})
+    wait_until(lambda: cache.poll() >= 0 and not cache._backups.running, "the backup is settled")  # type: ignore[union-attr]
+    cache.evict("full", N_PAGES)
+    gpu.fill(process.stream, process.pools, 0, process.nbytes)
+    again = cache.begin("again", tokens)
+    assert again.hit_pages[Tier.HOST] == N_PAGES
+    assert process.wrong_bytes(tokens, dict(enumerate(again.slots["full"].tolist()))) == 0
+    cache.abort(again)
+    assert cache.audit() == []
 
 
 def test_an_engine_killed_in_the_middle_of_a_copy(daemon: LiveDaemon, gpu: Gpu) -> None:
