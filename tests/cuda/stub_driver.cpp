@@ -294,6 +294,14 @@ CUresult cuStreamWaitValue64_v2(Stream* stream, CUdeviceptr address, uint64_t va
     return 0;
 }
 
+// Not the driver's: launches a kernel that was compiled for the CPU.
+CUresult stubLaunch(
+    Stream* stream, void (*kernel)(uint64_t, uint64_t, unsigned, unsigned), uint64_t table, uint64_t n_pieces,
+    unsigned n_blocks, unsigned n_threads) {
+    stream->add([=] { kernel(table, n_pieces, n_blocks, n_threads); });
+    return 0;
+}
+
 // ---- events
 
 CUresult cuEventCreate(Event** event, unsigned flags) {

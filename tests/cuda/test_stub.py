@@ -37,7 +37,12 @@ def test_the_real_tests_pass_on_a_stub_driver(tmp_path: Path) -> None:
         "-k",
         "not auto",
     ]
-    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "HICACHE_STUB_DIR": str(memory)}
+    paths = f"{ROOT / 'tests/cuda/stub_packages'}:{ROOT}"
+    environment = os.environ | {
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "HICACHE_STUB_DIR": str(memory),
+        "PYTHONPATH": paths,
+    }
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}"],
         cwd=ROOT,
