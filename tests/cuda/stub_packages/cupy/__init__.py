@@ -1,5 +1,5 @@
-"""As much of CuPy as launches our kernel, over the stub driver: the kernel runs on the stream's thread, compiled
-for the CPU. On the path only where the stub driver is."""
+"""As much of CuPy as launches our kernel, over the stub driver: the kernel, compiled for the CPU, runs on the
+stream's thread. On the path only where the stub driver is."""
 
 from __future__ import annotations
 
