@@ -21,7 +21,7 @@ from hicache.client.regions import SharedRegion
 _HANDLE_BYTES = 64
 _UUID_BYTES = 16
 _DEVICE_ORDINAL = 9
-_LEGACY_IPC_CAPABLE = 10
+_IPC_CAPABLE = 10
 _BLOCKING_NO_TIMING_INTERPROCESS = 1 | 2 | 4
 _PORTABLE_AND_MAPPED = 1 | 2
 _GREATER_OR_EQUAL = 0
@@ -209,7 +209,7 @@ class CudaExports:
         return bytes(found)
 
     def can_export(self, address: int) -> bool:
-        return self._attribute(address, _LEGACY_IPC_CAPABLE) != 0
+        return self._attribute(address, _IPC_CAPABLE) != 0
 
     def extent(self, device: int, address: int) -> tuple[int, int]:
         start, nbytes = c_uint64(), c_size_t()

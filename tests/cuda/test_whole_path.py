@@ -255,6 +255,24 @@ async def test_a_copy_that_fails_publishes_nothing_and_the_next_one_works(world:
     assert await world.engine.load_and_check(tokens) == 10
 
 
+@pytest.mark.parametrize(
+    ("event", "complaint"),
+    [
+        (ReadyEvent(b"\x09" * 16, bytes(64)), "device 0909"),
+        (ReadyEvent(DEVICE, b"dead" + bytes(60)), "cuIpcOpenEventHandle"),
+    ],
+)
+async def test_an_event_that_cannot_be_waited_for_fails_the_backup(
+    world: World, event: ReadyEvent, complaint: str
+) -> None:
+    engine, tokens = world.engine, prompt(9, 40)
+    placements = engine.forward(tokens, engine.all_pages(tokens))
+    with pytest.raises(TransferFailed, match=complaint):
+        await world.controller.backup(Backup(engine.prompt(tokens), placements, event))
+    assert engine.lookup(tokens).boundary == 0
+    world.cuda.run()
+
+
 async def test_an_event_that_never_happens_costs_a_deadline() -> None:
     async with AsyncExitStack() as stack:
         world = World(stack, EngineChoice.CUDA, timeout_s=0.2)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from controller.memory.cuda import DeviceMemory
+from controller.memory.cuda import CudaError, DeviceMemory
 from controller.memory.pinning import PinnedBuffer
 from controller.transfers.copies import AddressArray, CopyTable
 from controller.transfers.cuda.kernel import LANES, THREADS, Kernel
@@ -86,13 +86,16 @@ class KernelMover:
         """Not in use now; as many exist as there were ever calls at once."""
 
     def submit(self, table: CopyTable, direction: Direction, stream: int) -> Callable[[], None]:
-        pinned = self._tables.pop() if self._tables else PinnedBuffer(self._memory, 3 * 8 * TABLE_PIECES)
+        try:
+            pinned = self._tables.pop()
+        except IndexError:
+            pinned = PinnedBuffer(self._memory, 3 * 8 * TABLE_PIECES)
         for i, column in enumerate((table.source, table.target, table.nbytes)):
             pinned.write(8 * i * len(table), column)
         n_blocks = min(MOST_BLOCKS, -(-len(table) * LANES // THREADS))
         try:
             self._kernel.launch(self._device, stream, pinned.address, len(table), n_blocks)
-        except BaseException:
+        except CudaError:
             self._tables.append(pinned)
             raise
         return lambda: self._tables.append(pinned)

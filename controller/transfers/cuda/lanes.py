@@ -41,7 +41,7 @@ class Lanes:
             raise CopyError(self._lost)
         stream = self._streams[direction]
         try:
-            event = self._events.pop() if self._events else self._driver.open_event(self.device)
+            event = self._event()
         except CudaError as error:
             raise self._failed(error) from error
         try:
@@ -60,6 +60,13 @@ class Lanes:
             self._driver.close_event(self.device, event)
         for stream in streams.values():
             self._driver.close_stream(self.device, stream)
+
+    def _event(self) -> int:
+        """One that nobody uses now: as many are kept as there were ever copies at once."""
+        try:
+            return self._events.pop()
+        except IndexError:
+            return self._driver.open_event(self.device)
 
     def _land(self, event: int, stream: int) -> None:
         self._driver.record(self.device, event, stream)
