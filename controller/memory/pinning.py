@@ -136,7 +136,8 @@ def pin(
 ) -> Pinning:
     """Register all of `host`, which must be prefaulted, and tell `progress` (on this thread) the bytes done.
     Chunks end on extent boundaries where these are known and fall on pages. A chunk that is refused
-    stays unpinned, and the chunks that were not begun yet with it. Raises nothing of CUDA's."""
+    stays unpinned, and the chunks that were not begun yet with it. Raises nothing of CUDA's; what
+    `progress` raises goes through, with nothing left pinned."""
     chunks = _chunks(host, extent_bytes, chunk_bytes)
     pinned: list[Chunk] = []
     failures: list[str] = []
@@ -152,11 +153,23 @@ def pin(
         pinned.append(chunk)
 
     _advise(host, _MADV_DONTFORK)  # a child that touched a pinned page would take it away from the device
-    with ThreadPoolExecutor(threads, thread_name_prefix="hicache-pin") as pool:
-        for done in (pool.submit(register, chunk) for chunk in chunks):
-            done.result()
-            progress(sum(chunk.nbytes for chunk in pinned))
-    return Pinning(memory, pinned, host.nbytes, failures)
+    told = False
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="hicache-pin") as pool:
+            registering = [pool.submit(register, chunk) for chunk in chunks]
+            try:
+                for done in registering:
+                    done.result()
+                    progress(sum(chunk.nbytes for chunk in pinned))
+                told = True
+            finally:
+                if not told:
+                    failures.append("stopped")
+    finally:
+        pinning = Pinning(memory, pinned, host.nbytes, failures)
+        if not told:
+            pinning.unpin()
+    return pinning
 
 
 def spread(host: HostMemory, *, root: Path = Path("/")) -> list[str]:

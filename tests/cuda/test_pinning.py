@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from controller.memory.pinning import PinnedBuffer, pin, spread
 from controller.memory.slab import HostSlab
 from controller.transfers.scheduler import Direction, TransferScheduler
-from tests.cuda.fake_driver import FakeCuda
+from tests.cuda.fake_driver import DEADLINE_S, FakeCuda
 from tests.cuda.test_engines import engine_on
 from tests.transfers.engine_laws import table_of
 
@@ -46,6 +47,31 @@ def test_progress_rises_to_all(slab: HostSlab, cuda: FakeCuda) -> None:
     pin(slab, cuda, chunk_bytes=4 * PAGE, threads=1, progress=told.append)
     assert told == sorted(told)
     assert told[-1] == NBYTES
+
+
+def test_a_start_that_is_stopped_leaves_nothing_pinned(slab: HostSlab, cuda: FakeCuda) -> None:
+    """LIFE-04: SIGTERM while pinning."""
+
+    def stop(done_bytes: int) -> None:
+        if done_bytes >= 4 * PAGE:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        pin(slab, cuda, chunk_bytes=2 * PAGE, progress=stop)
+    assert cuda.registered == {}
+
+
+def test_chunks_are_pinned_side_by_side(slab: HostSlab, cuda: FakeCuda) -> None:
+    """MEMORY-07: not one after the other. Each waits until all three are there."""
+    together = threading.Barrier(3)
+
+    class Meeting:
+        def register_host(self, address: int, nbytes: int) -> None:
+            together.wait(DEADLINE_S)
+            cuda.register_host(address, nbytes)
+
+    pinning = pin(slab, Meeting(), chunk_bytes=4 * PAGE, threads=3)  # type: ignore[arg-type]
+    assert pinning.whole
 
 
 @pytest.mark.parametrize(("extent", "chunks"), [(2 * PAGE, [4, 4, 2]), (7 * PAGE, [7, 3]), (100, [5, 5])])
