@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from controller.counters import Counters
-from controller.models import HOST, HostMemory, Model
+from controller.models import HOST, STORAGE, HostMemory, Model
 from controller.reader import StorageReader
 from controller.requests import Prefetch, PrefetchPolicy, PrefetchState, Progress
 from controller.settings import ControllerSettings
@@ -169,6 +169,11 @@ class Prefetches:
         self._counters.prefetches += 1
         return prefetch_id
 
+    @property
+    def n_running(self) -> int:
+        """Prefetches that have not ended."""
+        return sum(not task.done() for _, task in self._runs.values())
+
     def knows(self, owner: str, prefetch_id: str) -> bool:
         return prefetch_id in self._runs and self._runs[prefetch_id][0].owner == owner
 
@@ -262,6 +267,7 @@ class Prefetches:
         else:
             run.reason = "storage"
         await run.model.fills_ended(run.namespace, run.tokens)  # join others rather than read twice
+        self._add_known(run, stored)
         model = run.model
         choice = choose(
             model.coverages,
@@ -279,6 +285,16 @@ class Prefetches:
         if run.wanted_pages:
             run.pin(self._needed(run, choice.boundary))
         return choice.wanted
+
+    @staticmethod
+    def _add_known(run: Run, stored: Mapping[str, BoolArray]) -> None:
+        """Storage was not asked for what host memory had. Some of that may have been evicted meanwhile:
+        add what is known to be stored."""
+        index = run.model.index
+        cursor = index.match(run.namespace, run.tokens).cursor
+        known = min(run.n_pages, cursor.boundary)
+        for name, there in stored.items():
+            there[:known] |= index.residency(cursor, name, STORAGE, 0, known) == Residency.READY
 
     @staticmethod
     def _needed(run: Run, boundary: int) -> dict[str, PageArray]:

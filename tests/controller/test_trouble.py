@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from controller.requests import (
     UnknownEngine,
 )
 from controller.settings import ControllerSettings
+from controller.storage import StorageStack
 from controller.transfers.copies import CopyTable
 from controller.transfers.cpu import CpuCopyEngine
 from hicache.core.identity import storage_key
@@ -118,6 +120,29 @@ async def test_host_hits_do_not_depend_on_storage(rig: Rig) -> None:
     written = controller.counters.storage_written_pages
     await engine.backup(fresh, engine.all_pages(fresh))
     await until(lambda: controller.counters.storage_written_pages >= written + ALL)
+
+
+async def test_what_is_evicted_while_storage_is_being_asked_is_prefetched_too(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage was not asked for the pages that host memory had; they are known to be stored."""
+    controller, engine, _ = await stored(rig)
+    assert (await engine.prefetch(TOKENS)).boundary == 10
+    controller.release(engine.engine_id, engine.lookup(TOKENS).lease_id)
+    ask = StorageStack.contains
+
+    async def evicted_meanwhile(
+        stack: StorageStack, keys: Sequence[str], *, timeout_s: float
+    ) -> list[Outcome]:
+        answers = await ask(stack, keys, timeout_s=timeout_s)
+        await emptied(controller)
+        return answers
+
+    monkeypatch.setattr(StorageStack, "contains", evicted_meanwhile)
+    longer = np.concatenate((TOKENS, prompt(2, 8)))
+    progress = await engine.prefetch(longer)
+    assert (progress.storage_boundary, progress.boundary) == (10, 10)
+    assert await engine.load_and_check(longer) == 10
 
 
 async def test_a_cancelled_prefetch_gives_everything_back(rig: Rig) -> None:
