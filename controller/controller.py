@@ -22,6 +22,7 @@ from controller.leases import LeaseTable
 from controller.memory.slab import HostSlab, SlabError
 from controller.models import HOST, STORAGE, HostMemory, Model
 from controller.prefetches import Prefetches
+from controller.preserving import Preserving
 from controller.reader import StorageReader
 from controller.requests import (
     Backup,
@@ -37,10 +38,13 @@ from controller.requests import (
     Prefetch,
     Progress,
     RequestError,
+    Retain,
+    Retained,
     Status,
     TransferFailed,
     UnknownEngine,
 )
+from controller.retention import Retention
 from controller.settings import ControllerSettings
 from controller.shelving import Shelving
 from controller.storage import StorageStack
@@ -81,6 +85,10 @@ class HybridCacheController:
         self._backups = Backups(self._host, self._copier, self.storage, self.counters)
         reader = StorageReader(stack, self._host, scheduler, settings, self.counters)
         self._prefetches = Prefetches(self._host, reader, self._jobs, settings, self.counters)
+        self.retention = Retention(self._host, settings, self.counters, self._now)
+        """Prefixes that operators want kept: to end and to list them."""
+        self.preserving = Preserving(self._host, reader, self.storage)
+        """Flushes that store everything first."""
         self._background: list[asyncio.Task[None]] = []
 
     # -- life ----------------------------------------------------------------------------------------
@@ -155,9 +163,8 @@ class HybridCacheController:
         model, prompt = group.model, lookup.prompt
         n_pages = len(prompt.tokens) // model.page_size
         limit = min(n_pages, lookup.limit_pages or n_pages)
-        match = model.index.match(
-            model.namespace(prompt), prompt.tokens, limit_pages=limit, device=lookup.device
-        )
+        namespace = model.namespace(prompt)
+        match = model.index.match(namespace, prompt.tokens, limit_pages=limit, device=lookup.device)
         boundary = match.boundaries[HOST]
         load = self._to_load(model, boundary, lookup.device)
         lease_id = ""
@@ -169,6 +176,7 @@ class HybridCacheController:
             self.counters.leases_granted += 1
         if boundary:
             model.index.touch(match.cursor, min(boundary, match.n_pages))
+            self.retention.hit(namespace, prompt.tokens)
         self._prefetches.consumed(group.group_id, prompt.request_id)
         self._count_lookup(model, limit, boundary, match.n_pages, load)
         return Found(
@@ -289,6 +297,18 @@ class HybridCacheController:
 
     # -- for operators -------------------------------------------------------------------------------
 
+    def retain(self, wanted: Retain) -> Retained:
+        """Keep a prefix in host memory for a time, as far as it is there and its share allows."""
+        if wanted.engine_id:
+            return self.retention.pin(self._engine(wanted.engine_id).model, wanted)
+        models = self._host.named(wanted.model, wanted.revision)
+        if len(models) != 1:
+            raise InvalidRequest(
+                f"model: {len(models)} models are called {wanted.model!r} revision {wanted.revision!r}; name "
+                "an attached engine by engine_id instead"
+            )
+        return self.retention.pin(models[0], wanted)
+
     def flush(self) -> tuple[int, int]:
         """Drop every host page that nothing holds; returns pages dropped and pages kept."""
         return self._host.flush()
@@ -317,6 +337,8 @@ class HybridCacheController:
             counters={**self.counters.snapshot(), **self._jobs.counters()},
             host_used_bytes=self._host.used_bytes,
             host_capacity_bytes=self._host.capacity_bytes,
+            retained=self.retention.status(),
+            running_prefetches=self._prefetches.n_running,
         )
 
     def audit(self) -> list[str]:
@@ -364,6 +386,7 @@ class HybridCacheController:
             await asyncio.sleep(TICK_S)
             self.counters.leases_expired += self._leases.expire()
             self._prefetches.expire()
+            self.retention.expire()
 
     @staticmethod
     def _to_load(model: Model, boundary: int, device: Mapping[str, BoolArray]) -> dict[str, PageArray]:

@@ -54,6 +54,11 @@ class Counters:
     prefetch_cut_deadline: int = 0
     leases_granted: int = 0
     leases_expired: int = 0
+    retained: int = 0
+    """Prefixes that an operator pinned."""
+    retained_expired: int = 0
+    retained_gave_way: int = 0
+    """Pins given up because running work needed the room."""
     internal_errors: int = 0
     """Faults of our own that a last line of defence caught; the log has the trace."""
 

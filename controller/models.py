@@ -7,7 +7,7 @@ at once and move no bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -236,6 +236,8 @@ class HostMemory:
         self._slab = slab
         self._counters = counters
         self._models: dict[tuple[str, str, bytes, int], Model] = {}
+        self.yield_retained: Callable[[Model | None], bool] = lambda _: False
+        """Ends one retention (of this model) so that its pages can go; False when there is none."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -258,13 +260,16 @@ class HostMemory:
         return found
 
     def take(self, model: Model, component: str, n_pages: int) -> SlotArray:
-        """Up to `n_pages` host slots, evicting on demand: the component's own coldest pages first, and
-        other components' only when it would get nothing. Fewer when the rest is pinned."""
+        """Up to `n_pages` host slots, evicting on demand: the component's own coldest pages first, then
+        those retained, and other components' only when it would get nothing. Fewer if the rest is pinned."""
         shelf = model.shelves[component]
-        short = n_pages - shelf.arena.obtainable()
-        if short > 0:
+        while (short := n_pages - shelf.arena.obtainable()) > 0:
             self._evict(model, component, short)
-            if not shelf.arena.obtainable():
+            if n_pages <= shelf.arena.obtainable() or not self.yield_retained(model):
+                break
+        if n_pages and not shelf.arena.obtainable():
+            self._evict_others(model, component)
+            while not shelf.arena.obtainable() and self.yield_retained(None):
                 self._evict_others(model, component)
         slots = shelf.arena.alloc(min(n_pages, shelf.arena.obtainable()))
         assert slots is not None, "an arena gives what it says is obtainable"
@@ -273,6 +278,10 @@ class HostMemory:
     def give_back(self, model: Model, freed: Mapping[str, SlotArray]) -> None:
         for name, slots in freed.items():
             model.shelves[name].arena.free(slots)
+
+    def named(self, name: str, revision: str) -> list[Model]:
+        """The models of this name and revision: one for each layout and number of ranks seen."""
+        return [model for model in self.models if (model.name, model.revision) == (name, revision)]
 
     def flush(self) -> tuple[int, int]:
         """Drop every host page that nothing holds; returns pages dropped and pages kept."""

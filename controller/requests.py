@@ -197,6 +197,38 @@ class BackupOutcome:
 
 
 @dataclass(frozen=True)
+class Retain:
+    """A prefix to keep in host memory. The model is an engine's, or named."""
+
+    tokens: TokenArray
+    keep_s: float
+    """How long after its last hit."""
+    host_share: float = 0.0
+    """Most of host memory that it may take; 0 for as much as all pins together may."""
+    engine_id: str = ""
+    model: str = ""
+    revision: str = ""
+    adapter: str = ""
+    salt: str = ""
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What is kept of a prefix."""
+
+    pin_id: str
+    """Empty when nothing is kept."""
+    model: str
+    kept_pages: int
+    """The boundary up to which it is kept."""
+    asked_pages: int
+    nbytes: int
+    left_s: float
+    reason: str
+    """Why less than asked: budget, or not_in_host_memory."""
+
+
+@dataclass(frozen=True)
 class EngineStatus:
     engine_id: str
     model: str
@@ -244,6 +276,8 @@ class Status:
     counters: Mapping[str, int]
     host_used_bytes: int
     host_capacity_bytes: int
+    retained: tuple[Retained, ...] = ()
+    running_prefetches: int = 0
 
 
 EMPTY_PAGES: PageArray = np.empty(0, dtype=np.int32)

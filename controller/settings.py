@@ -13,6 +13,8 @@ class ControllerSettings:
 
     lease_s: float = 30.0
     """How long a lookup's pages stay pinned when nobody releases them."""
+    retain_share: float = 0.5
+    """Largest part of host memory that pinned prefixes may hold."""
     copy_timeout_s: float = 10.0
     """Longest time a load-back or backup may take between L1 and L2, queueing included."""
     storage_prefix: str = "hicache"

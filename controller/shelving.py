@@ -102,6 +102,16 @@ class Shelving:
         for served in self._served.values():
             await _end(served.tasks)
 
+    @property
+    def takes_writes(self) -> bool:
+        """Whether some tier is written to."""
+        return any(served.member.policy.write for served in self._served.values())
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until nothing is due in any tier; False when the time was too short."""
+        writers = [served.writer for served in self._served.values()]
+        return all(await asyncio.gather(*(writer.drained(timeout_s) for writer in writers)))
+
     def problems(self) -> list[str]:
         found = [f"storage {one.name}: {one.problem}" for one in self.stack if one.problem]
         tasks = (task for served in self._served.values() for task in served.tasks)

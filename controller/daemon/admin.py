@@ -9,6 +9,7 @@ failure leaves as a gRPC status whose text names the field and the remedy. Decid
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from grpc import StatusCode
 
 from controller.daemon import admin_wire, wire
 from controller.daemon.faults import Faults
-from controller.daemon.port import Controller
+from controller.daemon.port import Operated
 from controller.daemon.readiness import Readiness
 from controller.daemon.tiers import StorageTiers
 from controller.daemon.verbs import INTERNAL_TEXT, Refusal, refused
@@ -28,6 +29,8 @@ from proto.v1 import hicache_pb2 as pb
 from proto.v1 import hicache_pb2_grpc as pb_grpc
 
 T = TypeVar("T")
+LOOK_AGAIN_S = 0.05
+"""How often a drain looks whether what runs is over."""
 log = structlog.get_logger("hicache.admin")
 
 
@@ -44,7 +47,7 @@ class AdminService(pb_grpc.AdminServicer):
     def __init__(
         self,
         snapshot: Callable[[], DaemonStatus],
-        controller: Controller,
+        controller: Operated,
         tiers: StorageTiers,
         readiness: Readiness,
         faults: Faults,
@@ -62,7 +65,16 @@ class AdminService(pb_grpc.AdminServicer):
         return await self._answer("status", look(), context)
 
     async def Flush(self, request: pb.FlushRequest, context: Call) -> pb.FlushReply:
-        return await self._change("flush", self._flush, context)
+        return await self._change("flush", lambda: self._flush(request), context)
+
+    async def PinPrefix(self, request: pb.PinPrefixRequest, context: Call) -> pb.PinPrefixReply:
+        return await self._change("pin_prefix", lambda: self._pin(request), context)
+
+    async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Call) -> pb.UnpinPrefixReply:
+        return await self._change("unpin_prefix", lambda: self._unpin(request), context)
+
+    async def Drain(self, request: pb.DrainRequest, context: Call) -> pb.DrainReply:
+        return await self._change("drain", lambda: self._drain(request), context)
 
     async def AttachStorage(self, request: pb.AttachStorageRequest, context: Call) -> pb.AttachStorageReply:
         return await self._change("attach_storage", lambda: self._attach_storage(request), context)
@@ -75,10 +87,37 @@ class AdminService(pb_grpc.AdminServicer):
 
     # ---- inside
 
-    async def _flush(self) -> pb.FlushReply:
-        dropped_pages, kept_pages = self._controller.flush()
+    async def _flush(self, request: pb.FlushRequest) -> pb.FlushReply:
+        if request.preserve:
+            timeout_s = admin_wire.seconds(request.timeout_s, "timeout_s", default_s=60.0)
+            dropped_pages, kept_pages = await self._controller.preserving.flush(timeout_s)
+        else:
+            dropped_pages, kept_pages = self._controller.flush()
         log.info("flushed", dropped_pages=dropped_pages, kept_pages=kept_pages)
         return pb.FlushReply(dropped_pages=dropped_pages, kept_pages=kept_pages)
+
+    async def _pin(self, request: pb.PinPrefixRequest) -> pb.PinPrefixReply:
+        kept = self._controller.retain(admin_wire.retain(request))
+        log.info("pinned", pin=kept.pin_id, kept_pages=kept.kept_pages, asked_pages=kept.asked_pages)
+        return pb.PinPrefixReply(retained=pb.Retained(**vars(kept)))
+
+    async def _unpin(self, request: pb.UnpinPrefixRequest) -> pb.UnpinPrefixReply:
+        self._controller.retention.unpin(wire.required(request.pin_id, "pin_id"))
+        return pb.UnpinPrefixReply()
+
+    async def _drain(self, request: pb.DrainRequest) -> pb.DrainReply:
+        timeout_s = admin_wire.seconds(request.timeout_s, "timeout_s", default_s=30.0)
+        if request.resume:
+            self._readiness.resume()
+        else:
+            self._readiness.drain()
+        log.info("resumed" if request.resume else "draining")
+        ends_s = asyncio.get_running_loop().time() + (0.0 if request.resume else timeout_s)
+        while running := admin_wire.running(self._controller.status()):
+            if asyncio.get_running_loop().time() >= ends_s:
+                break
+            await asyncio.sleep(LOOK_AGAIN_S)
+        return pb.DrainReply(idle=not running, running=running)
 
     async def _attach_storage(self, request: pb.AttachStorageRequest) -> pb.AttachStorageReply:
         entry = admin_wire.tier_entry(request)

@@ -157,17 +157,6 @@ def lookup(
 
 
 @main.command()
-@with_address
-def flush(address: str, timeout_s: float) -> None:
-    """Drop every page in host memory that nothing holds. Storage keeps what it has."""
-    from controller.daemon.remote import RemoteDaemon
-
-    with explained(), RemoteDaemon(address, timeout_s) as daemon:
-        reply = daemon.flush()
-    click.echo(f"dropped {reply.dropped_pages} pages, kept {reply.kept_pages} that are in use")
-
-
-@main.command()
 def version() -> None:
     """Print the version."""
     click.echo(metadata.version("hicache"))

@@ -76,6 +76,8 @@ class Host(Section, frozen=True, kw_only=True):
     that attaches decides. Set it when models with much larger frames will attach later."""
     lease_s: Seconds = 30.0
     """How long a lookup's pages stay pinned when the engine neither loads nor releases them."""
+    retain_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.5
+    """Largest part of host memory that prefixes pinned by an operator may hold, all together."""
 
 
 class Transfers(Section, frozen=True, kw_only=True):
@@ -176,6 +178,7 @@ class Config(Section, frozen=True, kw_only=True):
         """The part that the controller needs, in its own type."""
         settings = ControllerSettings(
             lease_s=self.host.lease_s,
+            retain_share=self.host.retain_share,
             copy_timeout_s=self.transfers.timeout_s,
             prefetch_threshold_pages=self.prefetch.threshold_pages,
             prefetch_base_s=self.prefetch.base_s,

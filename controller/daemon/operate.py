@@ -5,9 +5,12 @@ Each says what it did in one line. Decides nothing: the daemon does.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import click
 
-from controller.daemon.terminal import explained, with_address
+from controller.daemon.terminal import EX_FAILED, explained, token_ids, with_address, with_prompt
 
 STOP_S = 15.0
 """How much longer than its own bound a change may take: opening, or stopping, a worker process."""
@@ -75,4 +78,114 @@ def detach_storage(address: str, timeout_s: float, force: bool, wait_s: float, n
     click.echo(f"{name}: detached" + ("" if reply.stopped else "; the kernel does not let its worker end"))
 
 
-COMMANDS = (attach_storage, update_storage, detach_storage)
+@click.command()
+@with_address
+@click.option("--preserve", is_flag=True, help="Store everything first; else drop nothing.")
+@click.option(
+    "--wait",
+    "wait_s",
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For everything to be stored.",
+)
+def flush(address: str, timeout_s: float, preserve: bool, wait_s: float) -> None:
+    """Drop every page in host memory that nothing holds. Storage keeps what it has."""
+    from controller.daemon.remote import RemoteDaemon
+    from proto.v1 import hicache_pb2 as pb
+
+    request = pb.FlushRequest(preserve=preserve, timeout_s=wait_s if preserve else 0)
+    with explained(), RemoteDaemon(address, timeout_s + (wait_s if preserve else 0)) as daemon:
+        reply = daemon.flush(request)
+    click.echo(f"dropped {reply.dropped_pages} pages, kept {reply.kept_pages} that are in use")
+
+
+@click.command()
+@with_address
+@click.option(
+    "--engine", "engine_id", default="", metavar="ID", help="An attached engine, whose model it is; or"
+)
+@click.option("--model", default="", help="the model")
+@click.option("--revision", default="", help="and its revision.")
+@click.option(
+    "--for",
+    "keep_s",
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long after its last hit.",
+)
+@click.option("--share", default=0.0, help="Most of host memory, 0 to 1; 0 is what host.retain_share leaves.")
+@with_prompt
+def pin(
+    address: str,
+    timeout_s: float,
+    engine_id: str,
+    model: str,
+    revision: str,
+    keep_s: float,
+    share: float,
+    adapter: str,
+    salt: str,
+    path: Path | None,
+    tokens: tuple[str, ...],
+) -> None:
+    """Keep a prefix in host memory for a time. TOKENS are ids, separated by blanks or commas."""
+    from controller.daemon.remote import RemoteDaemon
+    from controller.daemon.wire import packed
+    from proto.v1 import hicache_pb2 as pb
+
+    request = pb.PinPrefixRequest(
+        engine_id=engine_id,
+        model=model,
+        revision=revision,
+        adapter=adapter,
+        salt=salt,
+        tokens=packed(token_ids(tokens, path)),
+        keep_s=keep_s,
+        host_share=share,
+    )
+    with explained(), RemoteDaemon(address, timeout_s) as daemon:
+        kept = daemon.pin(request)
+    why = f" ({kept.reason.replace('_', ' ')})" if kept.reason else ""
+    click.echo(f"{kept.pin_id or 'nothing'}: {kept.kept_pages} of {kept.asked_pages} pages kept{why}")
+    if not kept.pin_id:
+        sys.exit(EX_FAILED)
+
+
+@click.command()
+@with_address
+@click.argument("pin_id")
+def unpin(address: str, timeout_s: float, pin_id: str) -> None:
+    """Let the pinned prefix PIN_ID be ordinary again; `hicache status` lists them."""
+    from controller.daemon.remote import RemoteDaemon
+
+    with explained(), RemoteDaemon(address, timeout_s) as daemon:
+        daemon.unpin(pin_id)
+    click.echo(f"{pin_id}: unpinned")
+
+
+@click.command()
+@with_address
+@click.option("--resume", is_flag=True, help="Take on engines and prefetches again.")
+@click.option(
+    "--wait", "wait_s", default=30.0, show_default=True, metavar="SECONDS", help="For what runs to end."
+)
+def drain(address: str, timeout_s: float, resume: bool, wait_s: float) -> None:
+    """Take on no new engines and prefetches, and wait until what runs has ended."""
+    from controller.daemon.remote import RemoteDaemon
+    from proto.v1 import hicache_pb2 as pb
+
+    request = pb.DrainRequest(resume=resume, timeout_s=wait_s)
+    with explained(), RemoteDaemon(address, timeout_s + wait_s) as daemon:
+        reply = daemon.drain(request)
+    if resume:
+        click.echo("taking on engines and prefetches again")
+    elif reply.idle:
+        click.echo("drained: nothing runs")
+    else:
+        click.echo(f"draining, not idle yet: {', '.join(reply.running)}")
+        sys.exit(EX_FAILED)
+
+
+COMMANDS = (attach_storage, update_storage, detach_storage, flush, pin, unpin, drain)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from controller.preserving import Preserving
 from controller.requests import (
     Backup,
     BackupOutcome,
@@ -18,8 +19,11 @@ from controller.requests import (
     Prefetch,
     Progress,
     RequestError,
+    Retain,
+    Retained,
     Status,
 )
+from controller.retention import Retention
 
 
 class NotReady(RequestError):  # noqa: N818 - the name is what it is
@@ -27,6 +31,8 @@ class NotReady(RequestError):  # noqa: N818 - the name is what it is
 
 
 class Controller(Protocol):
+    """For engines."""
+
     @property
     def boot_id(self) -> str: ...
 
@@ -44,6 +50,16 @@ class Controller(Protocol):
     def prefetch(self, request: Prefetch) -> str: ...
     async def wait_prefetch(self, engine_id: str, prefetch_id: str) -> Progress: ...
     async def cancel_prefetch(self, engine_id: str, prefetch_id: str) -> Progress: ...
+
+
+class Operated(Protocol):
+    """For operators."""
+
+    @property
+    def retention(self) -> Retention: ...
+    @property
+    def preserving(self) -> Preserving: ...
+    def retain(self, wanted: Retain) -> Retained: ...
 
     def status(self) -> Status: ...
     def flush(self) -> tuple[int, int]: ...

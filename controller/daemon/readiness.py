@@ -1,4 +1,4 @@
-"""Whether the daemon can serve: starting, ready or stopping, and what the start is doing.
+"""Whether the daemon can serve: starting, ready, draining or stopping, and what the start is doing.
 
 Decides what health and requests are told meanwhile. Starts and stops nothing.
 """
@@ -13,11 +13,12 @@ from controller.daemon.port import NotReady
 class Phase(Enum):
     STARTING = "starting"
     READY = "ready"
+    DRAINING = "draining"
     STOPPING = "stopping"
 
 
 class Readiness:
-    """The daemon's phase. Only forward: starting, ready, stopping."""
+    """The daemon's phase: starting, ready (and back and forth: draining), stopping."""
 
     def __init__(self) -> None:
         self.phase = Phase.STARTING
@@ -36,10 +37,25 @@ class Readiness:
         if self.phase is Phase.STARTING:
             self.phase, self.progress = Phase.READY, ""
 
+    def drain(self) -> None:
+        """Serve who is here, and take on nothing new."""
+        if self.phase is Phase.READY:
+            self.phase, self.progress = Phase.DRAINING, "draining"
+
+    def resume(self) -> None:
+        if self.phase is Phase.DRAINING:
+            self.phase, self.progress = Phase.READY, ""
+
     def stop(self) -> None:
         self.phase, self.progress = Phase.STOPPING, "stopping"
 
     def check(self) -> None:
         """Raise NotReady unless the daemon serves."""
-        if self.phase is not Phase.READY:
+        if self.phase not in (Phase.READY, Phase.DRAINING):
             raise NotReady(f"the daemon is not ready ({self.progress}); try again, or go on without it")
+
+    def check_takes_on(self) -> None:
+        """Raise NotReady unless the daemon serves and takes on engines and prefetches."""
+        self.check()
+        if self.phase is Phase.DRAINING:
+            raise NotReady("the daemon is draining; try again later, or go on without it")

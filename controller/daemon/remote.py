@@ -47,9 +47,23 @@ class RemoteDaemon:
             reply: pb.StatusReply = self._admin.Status(pb.StatusRequest(), timeout=self._timeout_s)
         return reply
 
-    def flush(self) -> pb.FlushReply:
+    def flush(self, request: pb.FlushRequest) -> pb.FlushReply:
         with self._explained():
-            reply: pb.FlushReply = self._admin.Flush(pb.FlushRequest(), timeout=self._timeout_s)
+            reply: pb.FlushReply = self._admin.Flush(request, timeout=self._timeout_s)
+        return reply
+
+    def pin(self, request: pb.PinPrefixRequest) -> pb.Retained:
+        with self._explained():
+            reply: pb.PinPrefixReply = self._admin.PinPrefix(request, timeout=self._timeout_s)
+        return reply.retained
+
+    def unpin(self, pin_id: str) -> None:
+        with self._explained():
+            self._admin.UnpinPrefix(pb.UnpinPrefixRequest(pin_id=pin_id), timeout=self._timeout_s)
+
+    def drain(self, request: pb.DrainRequest) -> pb.DrainReply:
+        with self._explained():
+            reply: pb.DrainReply = self._admin.Drain(request, timeout=self._timeout_s)
         return reply
 
     def attach_storage(self, request: pb.AttachStorageRequest) -> pb.AttachStorageReply:

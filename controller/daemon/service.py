@@ -110,7 +110,7 @@ class HybridCacheService(pb_grpc.HybridCacheServicer):
 
     async def _attach(self, context: Stream) -> Refusal | None:
         try:
-            self._readiness.check()
+            self._readiness.check_takes_on()
             async with asyncio.timeout(self._registration_timeout_s):
                 first = await context.read()
             if not isinstance(first, pb.EngineMessage):

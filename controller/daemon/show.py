@@ -44,6 +44,8 @@ def _parts(status: pb.StatusReply, before: pb.StatusReply | None) -> Iterator[Re
         yield _pools(status)
     if status.engines:
         yield _engines(status)
+    if status.retained:
+        yield _retained(status)
     reasons = {text: status.counters[name] for name, text in _REASONS.items() if status.counters[name]}
     if reasons:
         yield _counts("Why not more", reasons)
@@ -134,6 +136,14 @@ def _engines(status: pb.StatusReply) -> Table:
     table = _table("Engines", "engine", "model", ">attached", ">leases", ">jobs")
     for one in status.engines:
         table.add_row(one.engine_id, one.model, duration_text(one.attached_s), str(one.leases), str(one.jobs))
+    return table
+
+
+def _retained(status: pb.StatusReply) -> Table:
+    table = _table("Pinned prefixes", "pin", "model", ">kept", ">asked pages", ">size", ">ends in")
+    for one in status.retained:
+        kept, asked = f"{one.kept_pages:,}", f"{one.asked_pages:,}"
+        table.add_row(one.pin_id, one.model, kept, asked, size_text(one.nbytes), duration_text(one.left_s))
     return table
 
 

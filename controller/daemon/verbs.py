@@ -125,6 +125,7 @@ class Verbs:
                 backup = controller.backup(wire.backup(request, engine_id))
                 return wire.backup_reply(await self._attachments.to_the_end(engine_id, backup))
             case pb.PrefetchRequest():
+                self._readiness.check_takes_on()
                 return pb.PrefetchReply(prefetch_id=controller.prefetch(wire.prefetch(request, engine_id)))
             case pb.WaitPrefetchRequest():
                 prefetch_id = wire.required(request.prefetch_id, "prefetch_id")

@@ -123,10 +123,10 @@ def registration(message: pb.Registration) -> Registration:
     return Registration(
         engine_id=required(message.engine_id, "registration.engine_id"),
         model=required(message.model, "registration.model"),
-        revision=_name(message.revision, "registration.revision"),
+        revision=checked_name(message.revision, "registration.revision"),
         layout=layout,
         regions=regions,
-        group_id=_name(message.group_id, "registration.group_id"),
+        group_id=checked_name(message.group_id, "registration.group_id"),
         rank=message.rank,
         ranks=_ranks(message),
     )
@@ -203,10 +203,10 @@ def required(text: str, field: str) -> str:
     """A name that must be there."""
     if not text:
         raise InvalidRequest(f"{field}: empty; it is required")
-    return _name(text, field)
+    return checked_name(text, field)
 
 
-def _name(text: str, field: str) -> str:
+def checked_name(text: str, field: str) -> str:
     if len(text) > MAX_NAME_CHARS:
         raise InvalidRequest(f"{field}: {len(text)} characters; use at most {MAX_NAME_CHARS}")
     return text
@@ -219,10 +219,10 @@ def _prompt(message: pb.Prompt, engine_id: str) -> Prompt:
         raise InvalidRequest(f"prompt.{error}") from error
     return Prompt(
         engine_id=engine_id,
-        request_id=_name(message.request_id, "prompt.request_id"),
+        request_id=checked_name(message.request_id, "prompt.request_id"),
         tokens=tokens,
-        adapter=_name(message.adapter, "prompt.adapter"),
-        salt=_name(message.salt, "prompt.salt"),
+        adapter=checked_name(message.adapter, "prompt.adapter"),
+        salt=checked_name(message.salt, "prompt.salt"),
     )
 
 
@@ -289,7 +289,7 @@ def _pool(message: pb.Pool) -> Pool:
             Plane(plane.region, plane.offset, plane.stride, plane.nbytes, plane.layer)
             for plane in _bounded(message.planes, 8192, f"{where}.planes")
         ),
-        format=_name(message.format, f"{where}.format"),
+        format=checked_name(message.format, f"{where}.format"),
         replicated=message.replicated,
     )
 
@@ -371,6 +371,8 @@ def status_reply(daemon: DaemonStatus) -> pb.StatusReply:
         engines=_copied(pb.EngineStatus, status.engines),
         pools=_copied(pb.PoolStatus, status.pools),
         backends=_copied(pb.BackendStatus, status.backends),
+        retained=_copied(pb.Retained, status.retained),
+        running_prefetches=status.running_prefetches,
     )
 
 

@@ -420,7 +420,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "boot_id", "uptime_s", "ready", "problems", "engines", "pools", "backends", "counters", "host_used_bytes", "host_capacity_bytes", "progress")
+    __slots__ = ("version", "boot_id", "uptime_s", "ready", "problems", "engines", "pools", "backends", "counters", "host_used_bytes", "host_capacity_bytes", "progress", "retained", "running_prefetches")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -440,6 +440,8 @@ class StatusReply(_message.Message):
     HOST_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_PREFETCHES_FIELD_NUMBER: _ClassVar[int]
     version: str
     boot_id: str
     uptime_s: float
@@ -452,7 +454,9 @@ class StatusReply(_message.Message):
     host_used_bytes: int
     host_capacity_bytes: int
     progress: str
-    def __init__(self, version: _Optional[str] = ..., boot_id: _Optional[str] = ..., uptime_s: _Optional[float] = ..., ready: bool = ..., problems: _Optional[_Iterable[str]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[BackendStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., host_used_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., progress: _Optional[str] = ...) -> None: ...
+    retained: _containers.RepeatedCompositeFieldContainer[Retained]
+    running_prefetches: int
+    def __init__(self, version: _Optional[str] = ..., boot_id: _Optional[str] = ..., uptime_s: _Optional[float] = ..., ready: bool = ..., problems: _Optional[_Iterable[str]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[BackendStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., host_used_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., progress: _Optional[str] = ..., retained: _Optional[_Iterable[_Union[Retained, _Mapping]]] = ..., running_prefetches: _Optional[int] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
     __slots__ = ("engine_id", "model", "attached_s", "leases", "jobs")
@@ -517,8 +521,12 @@ class BackendStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., problem: _Optional[str] = ..., n_objects: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., queued_writes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., read: bool = ..., write: bool = ..., breaker: _Optional[str] = ..., off: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("preserve", "timeout_s")
+    PRESERVE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    preserve: bool
+    timeout_s: float
+    def __init__(self, preserve: bool = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class FlushReply(_message.Message):
     __slots__ = ("dropped_pages", "kept_pages")
@@ -581,3 +589,73 @@ class DetachStorageReply(_message.Message):
     STOPPED_FIELD_NUMBER: _ClassVar[int]
     stopped: bool
     def __init__(self, stopped: bool = ...) -> None: ...
+
+class PinPrefixRequest(_message.Message):
+    __slots__ = ("engine_id", "model", "revision", "adapter", "salt", "tokens", "keep_s", "host_share")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_SHARE_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    model: str
+    revision: str
+    adapter: str
+    salt: str
+    tokens: bytes
+    keep_s: float
+    host_share: float
+    def __init__(self, engine_id: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., tokens: _Optional[bytes] = ..., keep_s: _Optional[float] = ..., host_share: _Optional[float] = ...) -> None: ...
+
+class PinPrefixReply(_message.Message):
+    __slots__ = ("retained",)
+    RETAINED_FIELD_NUMBER: _ClassVar[int]
+    retained: Retained
+    def __init__(self, retained: _Optional[_Union[Retained, _Mapping]] = ...) -> None: ...
+
+class Retained(_message.Message):
+    __slots__ = ("pin_id", "model", "kept_pages", "asked_pages", "nbytes", "left_s", "reason")
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    KEPT_PAGES_FIELD_NUMBER: _ClassVar[int]
+    ASKED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    pin_id: str
+    model: str
+    kept_pages: int
+    asked_pages: int
+    nbytes: int
+    left_s: float
+    reason: str
+    def __init__(self, pin_id: _Optional[str] = ..., model: _Optional[str] = ..., kept_pages: _Optional[int] = ..., asked_pages: _Optional[int] = ..., nbytes: _Optional[int] = ..., left_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class UnpinPrefixRequest(_message.Message):
+    __slots__ = ("pin_id",)
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    pin_id: str
+    def __init__(self, pin_id: _Optional[str] = ...) -> None: ...
+
+class UnpinPrefixReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("resume", "timeout_s")
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    resume: bool
+    timeout_s: float
+    def __init__(self, resume: bool = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("idle", "running")
+    IDLE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    idle: bool
+    running: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, idle: bool = ..., running: _Optional[_Iterable[str]] = ...) -> None: ...

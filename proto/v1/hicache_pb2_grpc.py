@@ -428,6 +428,21 @@ class AdminStub(object):
                 request_serializer=proto_dot_v1_dot_hicache__pb2.FlushRequest.SerializeToString,
                 response_deserializer=proto_dot_v1_dot_hicache__pb2.FlushReply.FromString,
                 _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/hicache.v1.Admin/PinPrefix',
+                request_serializer=proto_dot_v1_dot_hicache__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_hicache__pb2.PinPrefixReply.FromString,
+                _registered_method=True)
+        self.UnpinPrefix = channel.unary_unary(
+                '/hicache.v1.Admin/UnpinPrefix',
+                request_serializer=proto_dot_v1_dot_hicache__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_hicache__pb2.UnpinPrefixReply.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/hicache.v1.Admin/Drain',
+                request_serializer=proto_dot_v1_dot_hicache__pb2.DrainRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_hicache__pb2.DrainReply.FromString,
+                _registered_method=True)
         self.AttachStorage = channel.unary_unary(
                 '/hicache.v1.Admin/AttachStorage',
                 request_serializer=proto_dot_v1_dot_hicache__pb2.AttachStorageRequest.SerializeToString,
@@ -456,7 +471,28 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Forgets every page that no lease or running transfer holds, in host memory only.
+        """Forgets every page that no lease, pin or running transfer holds, in host memory only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinPrefix(self, request, context):
+        """Keeps a prefix in host memory for a time, as far as it is there and the share allows. It yields to
+        running work, and ends by itself when nothing looks it up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPrefix(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Takes no new engines and prefetches from now on, and answers when what runs has ended, or at the timeout.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -496,6 +532,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Flush,
                     request_deserializer=proto_dot_v1_dot_hicache__pb2.FlushRequest.FromString,
                     response_serializer=proto_dot_v1_dot_hicache__pb2.FlushReply.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=proto_dot_v1_dot_hicache__pb2.PinPrefixRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_hicache__pb2.PinPrefixReply.SerializeToString,
+            ),
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=proto_dot_v1_dot_hicache__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_hicache__pb2.UnpinPrefixReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=proto_dot_v1_dot_hicache__pb2.DrainRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_hicache__pb2.DrainReply.SerializeToString,
             ),
             'AttachStorage': grpc.unary_unary_rpc_method_handler(
                     servicer.AttachStorage,
@@ -568,6 +619,87 @@ class Admin(object):
             '/hicache.v1.Admin/Flush',
             proto_dot_v1_dot_hicache__pb2.FlushRequest.SerializeToString,
             proto_dot_v1_dot_hicache__pb2.FlushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicache.v1.Admin/PinPrefix',
+            proto_dot_v1_dot_hicache__pb2.PinPrefixRequest.SerializeToString,
+            proto_dot_v1_dot_hicache__pb2.PinPrefixReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicache.v1.Admin/UnpinPrefix',
+            proto_dot_v1_dot_hicache__pb2.UnpinPrefixRequest.SerializeToString,
+            proto_dot_v1_dot_hicache__pb2.UnpinPrefixReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicache.v1.Admin/Drain',
+            proto_dot_v1_dot_hicache__pb2.DrainRequest.SerializeToString,
+            proto_dot_v1_dot_hicache__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -239,7 +239,7 @@ def test_controller_settings_default_to_the_controllers_own() -> None:
 
 def test_every_controller_setting_can_be_configured() -> None:
     text = """
-    host: {lease_s: 1}
+    host: {lease_s: 1, retain_share: 0.1}
     transfers: {timeout_s: 2}
     storage:
         {tiers: [{backend: {kind: memory}}], prefix: p, timeout_s: 3, batch_bytes: 1MiB,

@@ -309,6 +309,20 @@ async def test_before_it_is_ready_the_daemon_says_so(rig: Rig) -> None:
     assert (status.ready, status.progress) == (False, "host memory: 3 of 9 MiB ready")
 
 
+async def test_while_it_drains_who_is_here_is_served_and_nothing_new(rig: Rig, engine: Engine) -> None:
+    rig.readiness.drain()
+    assert (await engine.ask(lookup_prefix=requests("")["lookup_prefix"])).HasField("lookup_prefix")
+    refused = await engine.ask(prefetch=requests("")["prefetch"])
+    assert refused.error.code == StatusCode.UNAVAILABLE.value[0]
+    assert "draining" in refused.error.message
+    late = Engine(rig, "late")
+    assert await late.ended() is StatusCode.UNAVAILABLE
+    status = await rig.admin.Status(pb.StatusRequest())
+    assert (status.ready, status.progress) == (False, "draining")
+    rig.readiness.resume()
+    assert (await engine.ask(prefetch=requests("")["prefetch"])).HasField("prefetch")
+
+
 async def test_status_and_flush(rig: Rig, engine: Engine) -> None:
     rig.controller.problems.append("a copy thread died")
     status = await rig.admin.Status(pb.StatusRequest())

@@ -23,6 +23,7 @@ from controller.requests import (
     PrefetchPolicy,
     PrefetchState,
     Progress,
+    Retained,
 )
 from hicache.core.layout import Kind
 from proto.v1 import hicache_pb2 as pb
@@ -255,7 +256,12 @@ def test_a_bad_registration_names_the_field(changes: dict[str, object], field: s
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [(EngineStatus, pb.EngineStatus), (PoolStatus, pb.PoolStatus), (BackendStatus, pb.BackendStatus)],
+    [
+        (EngineStatus, pb.EngineStatus),
+        (PoolStatus, pb.PoolStatus),
+        (BackendStatus, pb.BackendStatus),
+        (Retained, pb.Retained),
+    ],
 )
 def test_status_entries_have_the_same_fields_on_both_sides(ours: type, theirs: type) -> None:
     assert [field.name for field in dataclasses.fields(ours)] == [
