@@ -492,8 +492,8 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestModel = IndexMachine.TestCase
 TestModel.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=100,
+    stateful_step_count=50,
     deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),

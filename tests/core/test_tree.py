@@ -199,3 +199,58 @@ def test_a_withdrawn_reservation_leaves_nothing_behind(full: Rig) -> None:
     full.free(full.index.withdraw(reservation), DEVICE)
     assert full.used("full") == 0
     assert not full.index._tree.roots
+
+
+def test_a_cursor_remembers_the_deepest_of_several_cuts(full: Rig) -> None:
+    """Cut back to 5, lengthened, cut back to 3, lengthened again: the first cursor is good for 3 pages."""
+    cursor = full.insert("abcdefgh").cursor
+    full.evict("full", 3)
+    later = full.insert("abcdeXYZ").cursor
+    full.evict("full", 5)
+    full.insert("abcUVWST")
+    for old in (cursor, later):
+        assert len(full.index.slots(old, "full", DEVICE, 0, 3)) == 3
+        with pytest.raises(StaleCursor):
+            full.index.slots(old, "full", DEVICE, 0, 4)
+
+
+def test_pinned_pages_do_not_hide_their_neighbours_from_eviction(hybrid: Rig) -> None:
+    cursor = hybrid.insert("abcdefgh").cursor
+    receipt = hybrid.index.pin_pages(cursor, {"swa": np.array([3], np.int32)}, tier=DEVICE)
+    assert [hybrid.evict("swa", 1) for _ in range(8)] == [(1, 0)] * 7 + [(0, 1)]
+    hybrid.check()
+    hybrid.index.unpin(receipt)
+    assert hybrid.evict("swa", 2) == (1, 1)
+
+
+def test_a_page_left_behind_by_its_prefix_is_known_to_be_dead(hybrid: Rig) -> None:
+    """Its window payload was pinned when FULL went: it stays, serves nothing, and goes first."""
+    cursor = hybrid.insert("a").cursor
+    receipt = hybrid.index.pin_pages(cursor, {"swa": np.array([0], np.int32)}, tier=DEVICE)
+    hybrid.insert("wxyz")
+    assert hybrid.evict("full", 5) == (5, 0)
+    hybrid.check()
+    hybrid.insert("wxyz", full=[])
+    hybrid.index.touch(cursor, 1)
+    hybrid.index.unpin(receipt)
+    assert hybrid.boundary("a") == 0
+    assert hybrid.evict("swa", 5) == (5, 0)
+    assert not hybrid.index._tree.roots
+
+
+def test_a_prompt_may_be_what_follows_a_cursor(full: Rig) -> None:
+    """Only the continuation is given, and only that is compared; a stale cursor is refused."""
+    cursor = full.insert("abcd").cursor
+    slots = full.pools["full", DEVICE].alloc(3)
+    assert slots is not None
+    done = full.index.insert(full.namespace(), full.tokens("efg"), {"full": slots}, tier=DEVICE, after=cursor)
+    assert (done.n_pages, done.cursor.boundary) == (7, 7)
+    assert full.boundary("abcdefg") == 7
+    found = full.index.match(full.namespace(), full.tokens("efX"), after=cursor)
+    assert (found.n_pages, found.boundaries[DEVICE]) == (6, 6)
+    assert full.index.match(full.namespace(), full.tokens("efX"), after=cursor, limit_pages=2).n_pages == 2
+    with pytest.raises(ValueError, match="namespace"):
+        full.index.match(full.namespace("other"), full.tokens("e"), after=cursor)
+    full.evict("full", 4)
+    with pytest.raises(StaleCursor):
+        full.index.match(full.namespace(), full.tokens("e"), after=cursor)
