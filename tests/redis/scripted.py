@@ -99,6 +99,7 @@ class ScriptedServer:
                 connected, _ = self._listener.accept()
             except OSError:
                 return
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peer = Peer(connected, len(self._peers))
             self._peers.append(peer)
             self._threads.append(threading.Thread(target=self._serve, args=(peer,)))

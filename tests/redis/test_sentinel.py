@@ -10,6 +10,7 @@ import pytest
 from storage_backends.base import Outcome, StorageError
 from storage_backends.testing import Bench
 from tests.redis.conftest import LEAST_RIGHTS, PASSWORD, Open
+from tests.redis.scripted import Peer, bulk, scripted
 from tests.redis.servers import Watched, eventually
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
@@ -104,6 +105,41 @@ def test_the_rights_that_the_documents_name_are_enough(
     assert bench.write("a") == [OK]
     assert bench.read("a") == bench.contents("a")
     bench.backend.ping()
+
+
+def test_a_primary_that_was_replaced_and_does_not_know_it_is_left(
+    own_watched: Watched, open_redis: Open
+) -> None:
+    """The Sentinels name another server while the old one still takes writes: the next probe finds out, and
+    with it all that follows."""
+    one, two = own_watched.servers
+    with two.client() as client:
+        client.replicaof("NO", "ONE")
+    named = one
+
+    def answer(peer: Peer, words: list[bytes]) -> None:
+        peer.send(b"*2\r\n" + bulk(b"127.0.0.1") + bulk(str(named.port).encode()))
+
+    with scripted(answer) as sentinel:
+        bench = Bench(open_redis(addresses=[sentinel.address], **QUICK))
+        assert bench.write("a") == [OK]
+        named = two
+        bench.backend.ping()
+        assert bench.write("b") == [OK]
+        for server, key in ((one, "a"), (two, "b")):
+            with server.client() as client:
+                assert client.keys() == [key.encode()]
+
+
+def test_a_replica_that_is_named_as_primary_is_not_used(own_watched: Watched, open_redis: Open) -> None:
+    """Sentinels lag behind: nothing is read from, or written to, what does not take itself for a primary."""
+    replica = own_watched.servers[1]
+
+    def answer(peer: Peer, words: list[bytes]) -> None:
+        peer.send(b"*2\r\n" + bulk(b"127.0.0.1") + bulk(str(replica.port).encode()))
+
+    with scripted(answer) as sentinel, pytest.raises(StorageError, match=r"is not the primary"):
+        open_redis(addresses=[sentinel.address], **QUICK)
 
 
 def test_an_unknown_service_is_told(watched: Watched, open_redis: Open) -> None:

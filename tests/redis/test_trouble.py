@@ -215,6 +215,7 @@ def test_a_late_reply_is_never_taken_for_the_next_ones() -> None:
             assert bench.read("first") == bench.contents("first")
             with pytest.raises(StorageError, match=r"did not answer within"):
                 bench.read("slow")
+            assert bench.read("before it comes") == bench.contents("before it comes")
             go_on.set()
             assert answered_late.wait(DEADLINE_S)
             for key in ("next", "slow", "last"):
@@ -222,6 +223,28 @@ def test_a_late_reply_is_never_taken_for_the_next_ones() -> None:
         numbers = [number for number, words in server.commands if words[0] == b"GET"]
         assert numbers[0] == numbers[1]
         assert numbers[1] not in numbers[2:]
+
+
+def test_a_stray_reply_on_an_idle_connection_is_nobodys() -> None:
+    """A server, or a proxy, that says something unasked between two calls."""
+
+    stray_sent = threading.Event()
+
+    def answer(peer: Peer, words: list[bytes]) -> None:
+        peer.send(bulk(content_of(words[1].decode())))
+        if words[1] == b"first":
+            assert asked_first.wait(DEADLINE_S)
+            peer.send(bulk(content_of("stray")))
+            stray_sent.set()
+
+    asked_first = threading.Event()
+    with scripted(answer) as server, RedisBackend(RedisSpec(addresses=(server.address,), **QUICK)) as backend:
+        bench = Bench(backend)
+        assert bench.read("first") == bench.contents("first")
+        asked_first.set()
+        assert stray_sent.wait(DEADLINE_S)
+        for key in ("second", "third"):
+            assert bench.read(key) == bench.contents(key)
 
 
 def test_nothing_lands_in_the_buffer_after_a_read_has_returned() -> None:
