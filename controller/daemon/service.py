@@ -96,6 +96,9 @@ class HybridCacheService(pb_grpc.HybridCacheServicer):
     async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Unary) -> Reply:
         return await self._unary("release_lease", request, context)
 
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Unary) -> Reply:
+        return await self._unary("close_session", request, context)
+
     async def Attach(self, request_iterator: object, context: Stream) -> None:
         """One engine's life."""
         refusal = await self._attach(context)
@@ -211,6 +214,8 @@ class Session:
                 answering.add_done_callback(self._answers.discard)
 
     async def _answer(self, message: pb.EngineMessage, body: str) -> None:
+        if self._attachment.ending is not None:
+            return  # the id may be another attachment's by now
         request: Request = getattr(message, body)
         answer = await self._verbs.answer(body, request, self._attachment.engine_id)
         if isinstance(answer, Refusal):
