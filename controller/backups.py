@@ -18,6 +18,7 @@ from controller.counters import Counters
 from controller.groups import Engine, Group, Meeting
 from controller.models import HOST, Fill, HostMemory, Model
 from controller.requests import EMPTY_PAGES, Backup, BackupOutcome, Busy, InvalidRequest, Placement
+from controller.sessions import SessionBook
 from controller.shelving import Shelving
 from controller.transfers.jobs import Job
 from controller.transfers.scheduler import Direction
@@ -96,10 +97,18 @@ class Joint:
 class Backups:
     """Runs backups."""
 
-    def __init__(self, host: HostMemory, copier: Copier, shelving: Shelving, counters: Counters) -> None:
+    def __init__(
+        self,
+        host: HostMemory,
+        copier: Copier,
+        shelving: Shelving,
+        sessions: SessionBook,
+        counters: Counters,
+    ) -> None:
         self._host = host
         self._copier = copier
         self._shelving = shelving
+        self._sessions = sessions
         self._counters = counters
         self._open: dict[tuple[str, str], list[Joint]] = {}
         """By group and request: those that some rank has not taken its part in."""
@@ -119,7 +128,7 @@ class Backups:
             planned = asyncio.ensure_future(self._plan(group.model, backup))
             joint = Joint(planned, Meeting(group.ranks, 2 * self._copier.timeout_s))
             group.opened(joint.meeting)
-            joint.outcomes = asyncio.ensure_future(self._finish(joint, group.model, backup))
+            joint.outcomes = asyncio.ensure_future(self._finish(joint, group, backup))
             waiting.append(joint)
             joint.meeting.over.add_done_callback(lambda _: self._close(about, joint))
         joint.meeting.take_part(engine.spec.rank, self._copy(joint, engine, backup, job))
@@ -176,8 +185,9 @@ class Backups:
             seal[name] = filling.fill.hashes[name], pages
         return await self._copier.copy(Direction.STORE, engine, slots, job, seal=seal, ready=backup.ready)
 
-    async def _finish(self, joint: Joint, model: Model, backup: Backup) -> Mapping[str, BackupOutcome]:
+    async def _finish(self, joint: Joint, group: Group, backup: Backup) -> Mapping[str, BackupOutcome]:
         """Publish, or give back, when all parts are over."""
+        model = group.model
         await asyncio.wait([joint.planned])
         await asyncio.wait([joint.meeting.over])
         filling = joint.planned.result()
@@ -188,7 +198,9 @@ class Backups:
         self._counters.backup_bytes += sum(joint.meeting.over.result())
         namespace, tokens = model.namespace(backup.prompt), model.whole_pages(backup.prompt)
         match = model.index.match(namespace, tokens)
-        model.index.touch(match.cursor, match.boundaries[HOST])
+        boundary = match.boundaries[HOST]
+        model.index.touch(match.cursor, boundary)
+        self._sessions.finish(model, group.group_id, backup.prompt, match.cursor, boundary)
         self._shelving.offer(model, namespace, tokens)
         return {name: plan.outcome() for name, plan in filling.plans.items()}
 

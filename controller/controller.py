@@ -27,6 +27,7 @@ from controller.reader import StorageReader
 from controller.requests import (
     Backup,
     BackupOutcome,
+    CloseSession,
     EngineSpec,
     EngineStatus,
     Found,
@@ -38,13 +39,12 @@ from controller.requests import (
     Prefetch,
     Progress,
     RequestError,
-    Retain,
-    Retained,
     Status,
     TransferFailed,
     UnknownEngine,
 )
 from controller.retention import Retention
+from controller.sessions import SessionBook, SessionName
 from controller.settings import ControllerSettings
 from controller.shelving import Shelving
 from controller.storage import StorageStack
@@ -80,12 +80,13 @@ class HybridCacheController:
         self._leases = LeaseTable(settings.lease_s, self._now)
         self._copier = Copier(scheduler, settings.copy_timeout_s, ready)
         stack = StorageStack()
+        self._sessions = SessionBook()
         self.storage = Shelving(stack, self._host, self._jobs, settings, self.counters)
         """The storage tiers: to attach, update and detach them."""
-        self._backups = Backups(self._host, self._copier, self.storage, self.counters)
+        self._backups = Backups(self._host, self._copier, self.storage, self._sessions, self.counters)
         reader = StorageReader(stack, self._host, scheduler, settings, self.counters)
         self._prefetches = Prefetches(self._host, reader, self._jobs, settings, self.counters)
-        self.retention = Retention(self._host, settings, self.counters, self._now)
+        self.retention = Retention(self._host, settings, self.counters, self._model, self._now)
         """Prefixes that operators want kept: to end and to list them."""
         self.preserving = Preserving(self._host, reader, self.storage)
         """Flushes that store everything first."""
@@ -178,6 +179,7 @@ class HybridCacheController:
             model.index.touch(match.cursor, min(boundary, match.n_pages))
             self.retention.hit(namespace, prompt.tokens)
         self._prefetches.consumed(group.group_id, prompt.request_id)
+        self._sessions.begin(model, group.group_id, prompt)
         self._count_lookup(model, limit, boundary, match.n_pages, load)
         return Found(
             lease_id=lease_id,
@@ -195,6 +197,12 @@ class HybridCacheController:
         lease = self._leases.find(self._group(engine).group_id, lease_id)
         if lease:
             self._leases.release(lease, engine.spec.rank)
+
+    def close_session(self, close: CloseSession) -> bool:
+        """End a session: its pages are ordinary from now on. False when it was not open."""
+        model = self._engine(close.engine_id).model
+        name = SessionName(close.salt, close.session_id)
+        return self._sessions.close(model, name, close.session_generation)
 
     async def load(self, load: Load) -> int:
         """Copy leased host frames into the engine's slots; returns bytes when all have landed."""
@@ -297,18 +305,6 @@ class HybridCacheController:
 
     # -- for operators -------------------------------------------------------------------------------
 
-    def retain(self, wanted: Retain) -> Retained:
-        """Keep a prefix in host memory for a time, as far as it is there and its share allows."""
-        if wanted.engine_id:
-            return self.retention.pin(self._engine(wanted.engine_id).model, wanted)
-        models = self._host.named(wanted.model, wanted.revision)
-        if len(models) != 1:
-            raise InvalidRequest(
-                f"model: {len(models)} models are called {wanted.model!r} revision {wanted.revision!r}; name "
-                "an attached engine by engine_id instead"
-            )
-        return self.retention.pin(models[0], wanted)
-
     def flush(self) -> tuple[int, int]:
         """Drop every host page that nothing holds; returns pages dropped and pages kept."""
         return self._host.flush()
@@ -339,6 +335,7 @@ class HybridCacheController:
             host_capacity_bytes=self._host.capacity_bytes,
             retained=self.retention.status(),
             running_prefetches=self._prefetches.n_running,
+            open_sessions=self._sessions.n_open,
         )
 
     def audit(self) -> list[str]:
@@ -356,6 +353,9 @@ class HybridCacheController:
         if engine is None or engine.leaving:
             raise UnknownEngine(f"engine_id: {engine_id!r} is not attached to this daemon; attach first")
         return engine
+
+    def _model(self, engine_id: str) -> Model:
+        return self._engine(engine_id).model
 
     def _group(self, engine: Engine) -> Group:
         return self._groups[engine.spec.group_id or engine.spec.engine_id]

@@ -101,6 +101,17 @@ class Prompt:
     tokens: TokenArray
     adapter: str = ""
     salt: str = ""
+    session_id: str = ""
+    """The conversation that this is a turn of; empty for none."""
+    session_generation: int = 0
+
+
+@dataclass(frozen=True)
+class CloseSession:
+    engine_id: str
+    session_id: str
+    session_generation: int = 0
+    salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -278,6 +289,7 @@ class Status:
     host_capacity_bytes: int
     retained: tuple[Retained, ...] = ()
     running_prefetches: int = 0
+    open_sessions: int = 0
 
 
 EMPTY_PAGES: PageArray = np.empty(0, dtype=np.int32)

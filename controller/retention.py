@@ -14,7 +14,7 @@ import numpy as np
 
 from controller.counters import Counters
 from controller.models import HOST, HostMemory, Model
-from controller.requests import Busy, Gone, Prompt, Retain, Retained
+from controller.requests import Busy, Gone, InvalidRequest, Prompt, Retain, Retained
 from controller.settings import ControllerSettings
 from hicache.core.coverage import joint_boundary
 from hicache.core.identity import Namespace
@@ -46,27 +46,32 @@ class Kept:
 
 
 class Retention:
-    """All retained prefixes of one controller. Times are seconds of the clock given."""
+    """All retained prefixes of one controller. Times are seconds of the clock given; `model_of`
+    finds an attached engine's model."""
 
     def __init__(
         self,
         host: HostMemory,
         settings: ControllerSettings,
         counters: Counters,
+        model_of: Callable[[str], Model],
         clock: Callable[[], float],
     ) -> None:
         self._host = host
         self._settings = settings
         self._counters = counters
+        self._model_of = model_of
         self._clock = clock
         self._kept: dict[str, Kept] = {}
         self._ids = itertools.count(1)
         host.yield_retained = self.give_way
 
-    def pin(self, model: Model, wanted: Retain) -> Retained:
+    def pin(self, wanted: Retain) -> Retained:
         """Keep as much of a prefix as host memory holds and the share allows: the deepest boundary that
         can be used. Pinned again, it gets its time and share anew. With nothing to keep, nothing is kept and
-        the answer has no id. Raises Busy when there are too many."""
+        the answer has no id. Raises UnknownEngine or InvalidRequest when it names no one model, Busy when
+        there are too many."""
+        model = self._named(wanted)
         prompt = Prompt("", "", wanted.tokens, wanted.adapter, wanted.salt)
         namespace, tokens = model.namespace(prompt), model.whole_pages(prompt)
         for kept in list(self._kept.values()):
@@ -132,6 +137,17 @@ class Retention:
         return tuple(self._told(kept, kept.boundary) for kept in self._kept.values())
 
     # -- inside --------------------------------------------------------------------------------------
+
+    def _named(self, wanted: Retain) -> Model:
+        if wanted.engine_id:
+            return self._model_of(wanted.engine_id)
+        models = self._host.named(wanted.model, wanted.revision)
+        if len(models) != 1:
+            raise InvalidRequest(
+                f"model: {len(models)} models are called {wanted.model!r} revision {wanted.revision!r}; name "
+                "an attached engine by engine_id instead"
+            )
+        return models[0]
 
     def _affordable(
         self, model: Model, namespace: Namespace, tokens: TokenArray, boundary: int, host_share: float

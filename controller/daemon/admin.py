@@ -97,7 +97,7 @@ class AdminService(pb_grpc.AdminServicer):
         return pb.FlushReply(dropped_pages=dropped_pages, kept_pages=kept_pages)
 
     async def _pin(self, request: pb.PinPrefixRequest) -> pb.PinPrefixReply:
-        kept = self._controller.retain(admin_wire.retain(request))
+        kept = self._controller.retention.pin(admin_wire.retain(request))
         log.info("pinned", pin=kept.pin_id, kept_pages=kept.kept_pages, asked_pages=kept.asked_pages)
         return pb.PinPrefixReply(retained=pb.Retained(**vars(kept)))
 

@@ -24,6 +24,7 @@ VERBS = (
     "load",
     "backup",
     "release_lease",
+    "close_session",
 )
 COUNTED_CODES = (
     StatusCode.OK,
@@ -100,6 +101,7 @@ def _of_daemon(daemon: DaemonStatus) -> Iterator[Metric]:
         "hicache_problems", "Reasons why health is degraded; 0 when all is well", len(daemon.problems)
     )
     yield _gauge("hicache_engines", "Engines attached", len(daemon.controller.engines))
+    yield _gauge("hicache_sessions", "Sessions open", daemon.controller.open_sessions)
     status = daemon.controller
     yield _gauge("hicache_host_used_bytes", "Host memory that belongs to components", status.host_used_bytes)
     yield _gauge("hicache_host_capacity_bytes", "Host memory for frames", status.host_capacity_bytes)

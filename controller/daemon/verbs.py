@@ -40,6 +40,7 @@ Request: TypeAlias = (
     | pb.LoadRequest
     | pb.BackupRequest
     | pb.ReleaseLeaseRequest
+    | pb.CloseSessionRequest
 )
 Reply: TypeAlias = (
     pb.LookupPrefixReply
@@ -48,6 +49,7 @@ Reply: TypeAlias = (
     | pb.LoadReply
     | pb.BackupReply
     | pb.ReleaseLeaseReply
+    | pb.CloseSessionReply
 )
 
 CODES: Mapping[type[RequestError], StatusCode] = {
@@ -137,6 +139,9 @@ class Verbs:
             case pb.ReleaseLeaseRequest():
                 controller.release(engine_id, wire.required(request.lease_id, "lease_id"))
                 return pb.ReleaseLeaseReply()
+            case pb.CloseSessionRequest():
+                closed = controller.close_session(wire.close_session(request, engine_id))
+                return pb.CloseSessionReply(closed=closed)
 
     def _engine(self, request: Request, stream_engine: str) -> str:
         """Who asks, in this boot of the daemon."""

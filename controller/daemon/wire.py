@@ -20,6 +20,7 @@ from controller.memory.regions import RegionError
 from controller.requests import (
     Backup,
     BackupOutcome,
+    CloseSession,
     Found,
     InvalidRequest,
     LayerCells,
@@ -187,6 +188,12 @@ def backup(message: pb.BackupRequest, engine_id: str) -> Backup:
     return Backup(_prompt(message.prompt, engine_id), placements, _ready(message))
 
 
+def close_session(message: pb.CloseSessionRequest, engine_id: str) -> CloseSession:
+    session_id = required(message.session_id, "session_id")
+    salt = checked_name(message.salt, "salt")
+    return CloseSession(engine_id, session_id, message.session_generation, salt)
+
+
 def _ready(message: pb.LoadRequest | pb.BackupRequest) -> ReadyEvent | None:
     if not message.HasField("ready"):
         return None
@@ -223,6 +230,8 @@ def _prompt(message: pb.Prompt, engine_id: str) -> Prompt:
         tokens=tokens,
         adapter=checked_name(message.adapter, "prompt.adapter"),
         salt=checked_name(message.salt, "prompt.salt"),
+        session_id=checked_name(message.session_id, "prompt.session_id"),
+        session_generation=message.session_generation,
     )
 
 
@@ -373,6 +382,7 @@ def status_reply(daemon: DaemonStatus) -> pb.StatusReply:
         backends=_copied(pb.BackendStatus, status.backends),
         retained=_copied(pb.Retained, status.retained),
         running_prefetches=status.running_prefetches,
+        open_sessions=status.open_sessions,
     )
 
 

@@ -17,7 +17,7 @@ WAIT_COMPLETE: PrefetchPolicy
 TIMEOUT: PrefetchPolicy
 
 class EngineMessage(_message.Message):
-    __slots__ = ("id", "registration", "heartbeat", "lookup_prefix", "prefetch", "wait_prefetch", "cancel_prefetch", "load", "backup", "release_lease")
+    __slots__ = ("id", "registration", "heartbeat", "lookup_prefix", "prefetch", "wait_prefetch", "cancel_prefetch", "load", "backup", "release_lease", "close_session")
     ID_FIELD_NUMBER: _ClassVar[int]
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class EngineMessage(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     BACKUP_FIELD_NUMBER: _ClassVar[int]
     RELEASE_LEASE_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
     id: int
     registration: Registration
     heartbeat: Heartbeat
@@ -38,10 +39,11 @@ class EngineMessage(_message.Message):
     load: LoadRequest
     backup: BackupRequest
     release_lease: ReleaseLeaseRequest
-    def __init__(self, id: _Optional[int] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lookup_prefix: _Optional[_Union[LookupPrefixRequest, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchRequest, _Mapping]] = ..., wait_prefetch: _Optional[_Union[WaitPrefetchRequest, _Mapping]] = ..., cancel_prefetch: _Optional[_Union[CancelPrefetchRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., backup: _Optional[_Union[BackupRequest, _Mapping]] = ..., release_lease: _Optional[_Union[ReleaseLeaseRequest, _Mapping]] = ...) -> None: ...
+    close_session: CloseSessionRequest
+    def __init__(self, id: _Optional[int] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lookup_prefix: _Optional[_Union[LookupPrefixRequest, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchRequest, _Mapping]] = ..., wait_prefetch: _Optional[_Union[WaitPrefetchRequest, _Mapping]] = ..., cancel_prefetch: _Optional[_Union[CancelPrefetchRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., backup: _Optional[_Union[BackupRequest, _Mapping]] = ..., release_lease: _Optional[_Union[ReleaseLeaseRequest, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionRequest, _Mapping]] = ...) -> None: ...
 
 class DaemonMessage(_message.Message):
-    __slots__ = ("id", "registered", "heartbeat", "lookup_prefix", "prefetch", "wait_prefetch", "cancel_prefetch", "load", "backup", "release_lease", "error")
+    __slots__ = ("id", "registered", "heartbeat", "lookup_prefix", "prefetch", "wait_prefetch", "cancel_prefetch", "load", "backup", "release_lease", "close_session", "error")
     ID_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +54,7 @@ class DaemonMessage(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     BACKUP_FIELD_NUMBER: _ClassVar[int]
     RELEASE_LEASE_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     id: int
     registered: Registered
@@ -63,8 +66,9 @@ class DaemonMessage(_message.Message):
     load: LoadReply
     backup: BackupReply
     release_lease: ReleaseLeaseReply
+    close_session: CloseSessionReply
     error: Error
-    def __init__(self, id: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lookup_prefix: _Optional[_Union[LookupPrefixReply, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchReply, _Mapping]] = ..., wait_prefetch: _Optional[_Union[PrefetchProgress, _Mapping]] = ..., cancel_prefetch: _Optional[_Union[PrefetchProgress, _Mapping]] = ..., load: _Optional[_Union[LoadReply, _Mapping]] = ..., backup: _Optional[_Union[BackupReply, _Mapping]] = ..., release_lease: _Optional[_Union[ReleaseLeaseReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lookup_prefix: _Optional[_Union[LookupPrefixReply, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchReply, _Mapping]] = ..., wait_prefetch: _Optional[_Union[PrefetchProgress, _Mapping]] = ..., cancel_prefetch: _Optional[_Union[PrefetchProgress, _Mapping]] = ..., load: _Optional[_Union[LoadReply, _Mapping]] = ..., backup: _Optional[_Union[BackupReply, _Mapping]] = ..., release_lease: _Optional[_Union[ReleaseLeaseReply, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message")
@@ -211,20 +215,24 @@ class Plane(_message.Message):
     def __init__(self, region: _Optional[int] = ..., offset: _Optional[int] = ..., stride: _Optional[int] = ..., nbytes: _Optional[int] = ..., layer: _Optional[int] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("engine_id", "boot_id", "request_id", "adapter", "salt", "tokens")
+    __slots__ = ("engine_id", "boot_id", "request_id", "adapter", "salt", "tokens", "session_id", "session_generation")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_GENERATION_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     boot_id: str
     request_id: str
     adapter: str
     salt: str
     tokens: bytes
-    def __init__(self, engine_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+    session_id: str
+    session_generation: int
+    def __init__(self, engine_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., tokens: _Optional[bytes] = ..., session_id: _Optional[str] = ..., session_generation: _Optional[int] = ...) -> None: ...
 
 class ComponentPages(_message.Message):
     __slots__ = ("component", "pages")
@@ -415,12 +423,32 @@ class ReleaseLeaseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("engine_id", "boot_id", "session_id", "session_generation", "salt")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    boot_id: str
+    session_id: str
+    session_generation: int
+    salt: str
+    def __init__(self, engine_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., session_id: _Optional[str] = ..., session_generation: _Optional[int] = ..., salt: _Optional[str] = ...) -> None: ...
+
+class CloseSessionReply(_message.Message):
+    __slots__ = ("closed",)
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    closed: bool
+    def __init__(self, closed: bool = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "boot_id", "uptime_s", "ready", "problems", "engines", "pools", "backends", "counters", "host_used_bytes", "host_capacity_bytes", "progress", "retained", "running_prefetches")
+    __slots__ = ("version", "boot_id", "uptime_s", "ready", "problems", "engines", "pools", "backends", "counters", "host_used_bytes", "host_capacity_bytes", "progress", "retained", "running_prefetches", "open_sessions")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -442,6 +470,7 @@ class StatusReply(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     RETAINED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_PREFETCHES_FIELD_NUMBER: _ClassVar[int]
+    OPEN_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     version: str
     boot_id: str
     uptime_s: float
@@ -456,7 +485,8 @@ class StatusReply(_message.Message):
     progress: str
     retained: _containers.RepeatedCompositeFieldContainer[Retained]
     running_prefetches: int
-    def __init__(self, version: _Optional[str] = ..., boot_id: _Optional[str] = ..., uptime_s: _Optional[float] = ..., ready: bool = ..., problems: _Optional[_Iterable[str]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[BackendStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., host_used_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., progress: _Optional[str] = ..., retained: _Optional[_Iterable[_Union[Retained, _Mapping]]] = ..., running_prefetches: _Optional[int] = ...) -> None: ...
+    open_sessions: int
+    def __init__(self, version: _Optional[str] = ..., boot_id: _Optional[str] = ..., uptime_s: _Optional[float] = ..., ready: bool = ..., problems: _Optional[_Iterable[str]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[BackendStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., host_used_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., progress: _Optional[str] = ..., retained: _Optional[_Iterable[_Union[Retained, _Mapping]]] = ..., running_prefetches: _Optional[int] = ..., open_sessions: _Optional[int] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
     __slots__ = ("engine_id", "model", "attached_s", "leases", "jobs")

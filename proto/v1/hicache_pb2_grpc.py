@@ -75,6 +75,11 @@ class HybridCacheStub(object):
                 request_serializer=proto_dot_v1_dot_hicache__pb2.ReleaseLeaseRequest.SerializeToString,
                 response_deserializer=proto_dot_v1_dot_hicache__pb2.ReleaseLeaseReply.FromString,
                 _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/hicache.v1.HybridCache/CloseSession',
+                request_serializer=proto_dot_v1_dot_hicache__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_hicache__pb2.CloseSessionReply.FromString,
+                _registered_method=True)
 
 
 class HybridCacheServicer(object):
@@ -136,6 +141,13 @@ class HybridCacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CloseSession(self, request, context):
+        """Ends a session: its pages lose their preference and stay until they are evicted in their turn.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_HybridCacheServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -178,6 +190,11 @@ def add_HybridCacheServicer_to_server(servicer, server):
                     servicer.ReleaseLease,
                     request_deserializer=proto_dot_v1_dot_hicache__pb2.ReleaseLeaseRequest.FromString,
                     response_serializer=proto_dot_v1_dot_hicache__pb2.ReleaseLeaseReply.SerializeToString,
+            ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=proto_dot_v1_dot_hicache__pb2.CloseSessionRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_hicache__pb2.CloseSessionReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -397,6 +414,33 @@ class HybridCache(object):
             '/hicache.v1.HybridCache/ReleaseLease',
             proto_dot_v1_dot_hicache__pb2.ReleaseLeaseRequest.SerializeToString,
             proto_dot_v1_dot_hicache__pb2.ReleaseLeaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicache.v1.HybridCache/CloseSession',
+            proto_dot_v1_dot_hicache__pb2.CloseSessionRequest.SerializeToString,
+            proto_dot_v1_dot_hicache__pb2.CloseSessionReply.FromString,
             options,
             channel_credentials,
             insecure,

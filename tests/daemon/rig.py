@@ -31,6 +31,7 @@ from controller.daemon.wire import DaemonStatus
 from controller.requests import (
     Backup,
     BackupOutcome,
+    CloseSession,
     EngineSpec,
     EngineStatus,
     Found,
@@ -68,6 +69,7 @@ class SmallController:
         self.backups: list[Backup] = []
         self.prefetches: list[Prefetch] = []
         self.released: list[str] = []
+        self.closed: list[CloseSession] = []
         self.raises: BaseException | None = None
         self.may_land = asyncio.Event()
         self.may_land.set()
@@ -107,6 +109,11 @@ class SmallController:
         if lease_id == "gone":
             raise Gone("lease_id: 'gone' has ended; look up again")
         self.released.append(lease_id)
+
+    def close_session(self, request: CloseSession) -> bool:
+        self._check(request.engine_id)
+        self.closed.append(request)
+        return True
 
     async def load(self, request: Load) -> int:
         self._check(request.engine_id)

@@ -14,6 +14,7 @@ from controller.daemon.metrics import COUNTED_CODES
 from controller.daemon.verbs import CODES
 from controller.requests import (
     Busy,
+    CloseSession,
     Gone,
     InvalidRequest,
     PrefetchPolicy,
@@ -57,6 +58,7 @@ def requests(engine_id: str, boot_id: str = "") -> dict[str, object]:
         "load": pb.LoadRequest(lease_id="lease", components=FULL, **who),
         "backup": pb.BackupRequest(prompt=prompt(engine_id, boot_id), components=FULL),
         "release_lease": pb.ReleaseLeaseRequest(lease_id="lease", **who),
+        "close_session": pb.CloseSessionRequest(session_id="s", session_generation=3, salt="t", **who),
     }
 
 
@@ -68,6 +70,7 @@ METHODS = {
     "load": "Load",
     "backup": "Backup",
     "release_lease": "ReleaseLease",
+    "close_session": "CloseSession",
 }
 
 
@@ -289,6 +292,19 @@ async def test_a_cancelled_load_still_ends_well(rig: Rig, engine: Engine) -> Non
     assert rig.controller.in_flight == 1
     rig.controller.may_land.set()
     await until(lambda: rig.controller.landed == 1, "the load has landed")
+
+
+async def test_a_session_is_told_with_the_prompt_and_closed_by_its_names(rig: Rig, engine: Engine) -> None:
+    about = prompt("", "")
+    about.session_id, about.session_generation = "chat", 7
+    await engine.ask(lookup_prefix=pb.LookupPrefixRequest(prompt=about))
+    assert rig.controller.lookups[-1].prompt.session_id == "chat"
+    assert rig.controller.lookups[-1].prompt.session_generation == 7
+    reply = await engine.ask(close_session=requests("")["close_session"])
+    assert reply.close_session.closed
+    assert rig.controller.closed == [CloseSession("engine", "s", 3, "t")]
+    empty = await engine.ask(close_session=pb.CloseSessionRequest())
+    assert empty.error.message.startswith("session_id: empty")
 
 
 async def test_before_it_is_ready_the_daemon_says_so(rig: Rig) -> None:
