@@ -24,7 +24,7 @@ def test_commands_in_documents_exist(path: Path) -> None:
     code = "\n".join(re.findall(r"`[^`\n]+`", text) + re.findall(r"^(?: {4}|\$ ).+$", text, re.M))
     code += "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, re.S))
     assert set(re.findall(r"\bmake ([a-z-]+)\b", code)) <= TARGETS
-    used = set(re.findall(r"(?<![\w./-])hicache ([a-z]+(?:-[a-z]+)*)\b", code))
+    used = set(re.findall(r"^[` ]*(?:\$ )?(?:[\w./]+/)?hicache ([a-z]+(?:-[a-z]+)*)\b", code, re.M))
     assert used <= set(cli.main.commands)
     for module in re.findall(r"python3? -m ((?:examples|bench|controller|storage_backends)[\w.]*)", code):
         place = ROOT / module.replace(".", "/")
