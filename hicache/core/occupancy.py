@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hicache.core.columns import UNBROKEN, Lane, Node, Shape
+from hicache.core.journal import Journal, Move
 from hicache.core.policies import Policy
 from hicache.core.queues import Queues
 from hicache.core.structure import Tree
@@ -23,8 +24,9 @@ Offsets = NDArray[np.intp]
 class Occupancy:
     """The payload of one index."""
 
-    def __init__(self, shape: Shape, tree: Tree, queues: Queues) -> None:
+    def __init__(self, shape: Shape, tree: Tree, queues: Queues, journal: Journal | None = None) -> None:
         self.shape = shape
+        self._journal = journal
         self.tree = tree
         self.queues = queues
         self.resident = [0] * shape.n_lanes
@@ -34,6 +36,9 @@ class Occupancy:
         """Write places into pages that were ABSENT in the lane; entries of -1 leave the page so."""
         row = lane.row
         node.block[row, offsets] = places
+        if self._journal is not None:
+            chosen = np.arange(offsets.start, offsets.stop) if isinstance(offsets, slice) else offsets
+            self.note(node, lane, chosen[places > NO_SLOT], ready=True)
         filled = len(places)
         if not filled:
             return
@@ -61,6 +66,8 @@ class Occupancy:
         if not len(offsets):
             return
         row = lane.row
+        if self._journal is not None:
+            self.note(node, lane, offsets[node.block[row, offsets] > NO_SLOT], ready=False)
         node.block[row, offsets] = NO_SLOT
         node.present[row] -= len(offsets)
         self.resident[row] -= len(offsets)
@@ -72,6 +79,18 @@ class Occupancy:
             node.rank[lane.component, gone] = 0
         if lane.whole and not node.present[row] and not node.below[row]:
             self._lower_below(node, lane)
+
+    def note(self, node: Node, lane: Lane, offsets: Offsets, *, ready: bool) -> None:
+        """Tell the journal, if there is one, that pages became READY, or are READY no longer."""
+        if self._journal is None or not len(offsets):
+            return
+        offsets = np.sort(offsets)
+        namespace, hashes, parents = self.tree.names(node, offsets)
+        elsewhere = np.zeros(len(offsets), dtype=np.bool_)
+        for other in lane.other_rows:
+            elsewhere |= node.block[other, offsets] > NO_SLOT
+        pages = (node.start + offsets).astype(np.int32)
+        self._journal.moved(Move(namespace, lane.name, lane.tier, ready, pages, hashes, parents, elsewhere))
 
     def refresh(self, node: Node, component: int, start: int, stop: int) -> None:
         """These pages, as far as they are anywhere, were used just now."""

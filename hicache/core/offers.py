@@ -105,6 +105,7 @@ class Offer:
         if len(offsets):
             inbound = have[offsets] < NO_SLOT
             node.block[lane.row, offsets[inbound] + start] = offer[offsets[inbound]]
+            occupancy.note(node, lane, offsets[inbound] + start, ready=True)
             absent = offsets[~inbound]
             if len(absent):
                 occupancy.fill(node, lane, absent + start, offer[absent])

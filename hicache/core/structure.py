@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hicache.core.columns import UNBROKEN, Node, Shape
 from hicache.core.identity import HASH_BYTES, Namespace, page_hashes
@@ -269,6 +270,23 @@ class Tree:
             kept = bytes(node.hashes[HASH_BYTES * start : HASH_BYTES * stop])
             parts.append(np.frombuffer(kept, dtype=np.uint8).reshape(-1, HASH_BYTES))
         return np.concatenate(parts) if parts else np.empty((0, HASH_BYTES), dtype=np.uint8)
+
+    def names(self, node: Node, offsets: NDArray[np.intp]) -> tuple[Namespace, HashArray, HashArray]:
+        """Namespace, hashes and parents' hashes of some pages (ascending, at least one) of a node."""
+        root = node
+        while root.parent is not None:
+            root = root.parent
+        namespace = self._names[root]
+        self._fill_hashes(namespace, node)
+        assert node.hashes is not None
+        assert node.parent is not None
+        low, high = int(offsets[0]), int(offsets[-1]) + 1
+        chain = bytes(node.hashes[HASH_BYTES * max(0, low - 1) : HASH_BYTES * high])
+        if not low:
+            above = node.parent.hashes
+            chain = (bytes(above[-HASH_BYTES:]) if above else namespace.seed()) + chain
+        rows = np.frombuffer(chain, dtype=np.uint8).reshape(-1, HASH_BYTES)
+        return namespace, rows[offsets - low + 1], rows[offsets - low]
 
     def _fill_hashes(self, namespace: Namespace, node: Node) -> None:
         behind = []

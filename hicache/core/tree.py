@@ -15,6 +15,7 @@ from hicache.core.columns import UNBROKEN, Node, Shape
 from hicache.core.coverage import Component
 from hicache.core.eviction import Eviction, Evictor, everything
 from hicache.core.identity import Namespace
+from hicache.core.journal import Journal
 from hicache.core.matching import Match, reaches
 from hicache.core.occupancy import Freed, Occupancy
 from hicache.core.offers import NO_SLOTS, Inserted, Offer
@@ -59,16 +60,18 @@ class ReadableIndex:
         *,
         policies: Mapping[str, Policy] | None = None,
         branch_interval_pages: int = 1,
+        journal: Journal | None = None,
     ) -> None:
         """`policies` names components whose eviction order is not LRU. Branching boundaries are reported
-        on multiples of `branch_interval_pages`, where the engine can take a checkpoint."""
+        on multiples of `branch_interval_pages`, where the engine can take a checkpoint. `journal` is told
+        what becomes READY and what is no longer so."""
         self.shape = Shape(page_size, components, tiers, policies or {})
         if branch_interval_pages < 1:
             raise ValueError(f"branch_interval_pages: {branch_interval_pages}; it must be at least 1")
         self._branch_interval_pages = branch_interval_pages
         self._queues = Queues(self.shape)
         self._tree = Tree(self.shape, self._queues)
-        self._occupancy = Occupancy(self.shape, self._tree, self._queues)
+        self._occupancy = Occupancy(self.shape, self._tree, self._queues, journal)
 
     def match(
         self,
@@ -167,9 +170,15 @@ class Index(ReadableIndex):
         *,
         policies: Mapping[str, Policy] | None = None,
         branch_interval_pages: int = 1,
+        journal: Journal | None = None,
     ) -> None:
         super().__init__(
-            page_size, components, tiers, policies=policies, branch_interval_pages=branch_interval_pages
+            page_size,
+            components,
+            tiers,
+            policies=policies,
+            branch_interval_pages=branch_interval_pages,
+            journal=journal,
         )
         self._evictor = Evictor(self._tree, self._occupancy, self._queues)
         self._pins = PinBook(self.shape, self._queues)
@@ -271,6 +280,7 @@ class Index(ReadableIndex):
         for lane, node, offsets, slots in self._desk.entries(reservation):
             mine, kept, lost = self._desk.still_mine(lane, node, offsets, slots)
             node.block[lane.row, mine] = kept
+            self._occupancy.note(node, lane, mine, ready=True)
             surplus[lane.name].append(lost)
             first = self.shape.components[lane.component].coverage.start(reservation.depth)
             self._occupancy.arrive(node, lane, mine[mine + node.start >= first])
