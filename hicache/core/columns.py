@@ -103,6 +103,19 @@ class Shape:
         return lane
 
 
+@dataclass
+class Plan:
+    """The next victims of a lane in one large node, so that giving up a page at a time does not look at all
+    of its pages each time. Good until a key falls (`Queues.push`); each entry is checked when it is used."""
+
+    pages: NDArray[np.int64]
+    """Counted from the start of the prompt, in order of giving up."""
+    keys: NDArray[np.int64]
+    after: int | None
+    """Key of the page after the last one; None when there is none."""
+    used: int = 0
+
+
 class Node:
     """A run of pages [start, start + n) of a path. Its columns may be wider than n; what lies beyond n is
     always clear (no payload, no pins, no recency), so that a leaf grows by writing its new pages."""
@@ -118,6 +131,7 @@ class Node:
         "high",
         "n",
         "parent",
+        "plans",
         "present",
         "queued",
         "rank",
@@ -152,6 +166,8 @@ class Node:
         """Per lane: no payload at or after this offset."""
         self.queued: list[int | None] = [None] * lanes
         """Per lane: key of the node's entry in the eviction queue, never above its best victim's."""
+        self.plans: dict[int, Plan] | None = None
+        """Per lane: victims worked out ahead; see `Plan`."""
         self.blocked = 0
         """Bit per lane: the queue's entry may be above the keys of pages that are pinned or inbound now."""
         self.dead_from = UNBROKEN
@@ -210,6 +226,7 @@ class Node:
         self._resize(shape, 0, 0)
         self.high = [0] * shape.n_lanes
         self.dead_from = UNBROKEN
+        self.plans = None
 
     def tail(self, lane: Lane) -> int:
         """Offset after the last page with payload in the lane; 0 when there is none."""

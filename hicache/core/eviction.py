@@ -11,13 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hicache.core.columns import Lane, Node
+from hicache.core.columns import Lane, Node, Plan
 from hicache.core.occupancy import Freed, Occupancy, Offsets
-from hicache.core.queues import LAST_KEY, Queues, loose_pages, tail_run
+from hicache.core.queues import LAST_KEY, Keys, Queues, loose_pages, tail_run
 from hicache.core.structure import Segment, Tree
 from hicache.core.words import NO_SLOT, SlotArray, lowest
 
 _TAIL_PAGES = 4096
+_LARGE_PAGES = 512
+"""From so many candidates on, victims in a node are planned ahead ..."""
+_PLAN_AHEAD = 16
+"""... for this fraction of them."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Evictor:
             bit = 1 << lane.row
             node.blocked = node.blocked | bit if blocked else node.blocked & ~bit
             if rest is not None:
-                queues.push(node, lane, rest)
+                queues.put_back(node, lane, rest)
             if len(offsets):
                 count += len(offsets)
                 self._give_up(node, lane, offsets, freed)
@@ -89,10 +93,21 @@ class Evictor:
         """Victims in this node that come before `bound`; the key of the next; whether some are stuck."""
         if lane.whole:
             return self._choose_tail(node, lane, need, bound)
+        plan = node.plans.get(lane.row) if node.plans is not None else None
+        if plan is not None:
+            victims = self._follow(plan, node, lane, need, bound)
+            if victims is not None:
+                return victims
         offsets, blocked = loose_pages(node, lane)
         if not len(offsets):
             return offsets, None, blocked
         keys = self._queues.keys(node, lane, offsets)
+        if _PLAN_AHEAD * need < len(keys) and len(keys) > _LARGE_PAGES:
+            plan = self._plan(node, lane, offsets, keys)
+            node.blocked = node.blocked | 1 << lane.row if blocked else node.blocked & ~(1 << lane.row)
+            victims = self._follow(plan, node, lane, need, bound)
+            assert victims is not None
+            return victims
         after = None
         if need < len(keys):
             first = keys.argpartition(need)
@@ -102,6 +117,44 @@ class Evictor:
         if soon.all():
             return np.sort(offsets), after, blocked
         return np.sort(offsets[soon]), lowest(keys[~soon]), blocked
+
+    def _plan(self, node: Node, lane: Lane, offsets: Offsets, keys: Keys) -> Plan:
+        """Put the first part of these pages in order, and keep the order with the node."""
+        n = len(keys) // _PLAN_AHEAD
+        first = keys.argpartition(n)
+        order = first[:n][keys[first[:n]].argsort()]
+        plan = Plan(offsets[order] + node.start, keys[order], int(keys[first[n]]))
+        if node.plans is None:
+            node.plans = {}
+        node.plans[lane.row] = plan
+        return plan
+
+    def _follow(
+        self, plan: Plan, node: Node, lane: Lane, need: int, bound: int
+    ) -> tuple[Offsets, int | None, bool] | None:
+        """As `_choose`, by the plan; None, and no plan any more, where it does not hold."""
+        span = slice(plan.used, plan.used + need)
+        offsets, keys = plan.pages[span] - node.start, plan.keys[span]
+        n = int(keys.searchsorted(bound, side="right"))
+        offsets = offsets[:n].astype(np.intp)
+        if n and (
+            offsets.min() < 0 or offsets.max() >= node.n or not self._hold(node, lane, offsets, keys[:n])
+        ):
+            del plan_of(node)[lane.row]
+            return None
+        plan.used += n
+        rest = int(plan.keys[plan.used]) if plan.used < len(plan.keys) else plan.after
+        if plan.used >= len(plan.keys):
+            del plan_of(node)[lane.row]
+        return np.sort(offsets), rest, bool(node.blocked >> lane.row & 1)
+
+    def _hold(self, node: Node, lane: Lane, offsets: Offsets, keys: Keys) -> bool:
+        """Whether the pages can still be given up, at these keys."""
+        if lowest(node.block[lane.row, offsets]) <= NO_SLOT:
+            return False
+        if lane.pin_row >= 0 and node.block[lane.pin_row, offsets].any():
+            return False
+        return np.array_equal(self._queues.keys(node, lane, offsets), keys)
 
     def _choose_tail(self, node: Node, lane: Lane, need: int, bound: int) -> tuple[Offsets, int | None, bool]:
         window = min(need, _TAIL_PAGES) + 1
@@ -123,6 +176,11 @@ class Evictor:
                 occupancy.drop_dependants(node, first, siblings, freed)
                 return
         self._tree.trim(node)
+
+
+def plan_of(node: Node) -> dict[int, Plan]:
+    assert node.plans is not None
+    return node.plans
 
 
 def everything(evictor: Evictor, lanes: tuple[Lane, ...], freed: Freed) -> None:

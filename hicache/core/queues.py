@@ -60,12 +60,19 @@ class Queues:
         return lowest(use) << 1 if len(use) else None
 
     def push(self, node: Node, lane: Lane, key: int) -> None:
-        """See to it that the node comes up at `key` at the latest."""
+        """See to it that the node comes up at `key` at the latest: some page's key may have fallen."""
+        if node.plans is not None:
+            node.plans.pop(lane.row, None)
         queued = node.queued[lane.row]
         if queued is None:
             self._live[lane.row] += 1
         elif queued <= key:
             return
+        self._enter(node, lane.row, key)
+
+    def put_back(self, node: Node, lane: Lane, key: int) -> None:
+        """Enter a node that was popped and has its next victim at `key`."""
+        self._live[lane.row] += 1
         self._enter(node, lane.row, key)
 
     def defer(self, node: Node, lane: Lane, key: int) -> None:

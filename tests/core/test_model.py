@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hicache.core import eviction
 from hicache.core.audit import audit
 from hicache.core.coverage import Checkpoint, Chunked, Component, SlidingWindow, WholePath
 from hicache.core.identity import Namespace
@@ -74,10 +75,20 @@ class IndexMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 4, 16]),
         tiers=st.sampled_from(TIER_SETS),
         policies=st.lists(st.just(Policy.LRU) | st.sampled_from(Policy), min_size=4, max_size=4),
+        plan_from=st.sampled_from([1, 512]),
     )
     def begin(
-        self, which: list[Component], page_size: int, tiers: tuple[Tier, ...], policies: list[Policy]
+        self,
+        which: list[Component],
+        page_size: int,
+        tiers: tuple[Tier, ...],
+        policies: list[Policy],
+        plan_from: int,
     ) -> None:
+        """Half of the runs plan evictions ahead in every node, not in large ones only."""
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(eviction, "_LARGE_PAGES", plan_from)
+        self.patch.setattr(eviction, "_PLAN_AHEAD", 2)
         self.page_size, self.tiers = page_size, tiers
         self.slotted = [tier for tier in tiers if tier is not Tier.STORAGE]
         self.names = [component.name for component in which]
@@ -475,6 +486,7 @@ class IndexMachine(RuleBasedStateMachine):
         """When everybody has let go, everything can be given up."""
         if not hasattr(self, "oracle"):
             return
+        self.patch.undo()
         for reserved in self.reserved:
             self.free(self.index.withdraw(reserved.reservation), reserved.tier)
         for pinned in self.pinned:
