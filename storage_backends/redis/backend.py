@@ -25,6 +25,7 @@ from storage_backends.specs import RedisSpec
 
 _MOST_VALUE_BYTES = 512 << 20
 """proto-max-bulk-len: a server ends the connection on which a longer value comes."""
+_TCP_WINDOW_BYTES, _UNIX_WINDOW_BYTES = 1 << 20, 3 << 20
 _PARALLEL_SERVERS = 32
 
 
@@ -35,6 +36,10 @@ class RedisBackend(StorageBackend):
         """Raises StorageError with the remedy when the server cannot be used."""
         self._spec = spec
         self._buffer = memoryview(b"")
+        unix = spec.embedded or spec.addresses[0].startswith("unix:")
+        self._read_window_bytes = spec.read_window_bytes or (
+            _UNIX_WINDOW_BYTES if unix else _TCP_WINDOW_BYTES
+        )
         self._server = EmbeddedServer(spec.capacity_bytes) if spec.embedded else None
         self._routes = _routes(spec, self._server)
         self._groups = ThreadPoolExecutor(_PARALLEL_SERVERS, "redis-servers")
@@ -57,7 +62,7 @@ class RedisBackend(StorageBackend):
         return _outcomes(self._carried_out(keys, range(len(keys)), counting("UNLINK", keys)), _counted)
 
     def read(self, items: Sequence[Item]) -> list[Outcome]:
-        exchange = reading(items, self._buffer, self._spec.read_window_bytes)
+        exchange = reading(items, self._buffer, self._read_window_bytes)
         replies = self._carried_out(*self._placed(items), exchange, bulk=True)
         return [_fetched(reply, item.nbytes) for item, reply in zip(items, _told(replies), strict=True)]
 

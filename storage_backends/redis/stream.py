@@ -23,7 +23,7 @@ Chunk: TypeAlias = bytes | memoryview
 Target: TypeAlias = tuple[int, str | tuple[str, int]]
 """A socket family and where to connect to in it."""
 
-_LOOPBACK_SEND_BYTES = 128 << 10
+_LOOPBACK_SEND_BYTES, _UNIX_SEND_BYTES = 128 << 10, 512 << 10
 _MOST_CHUNKS = 1024
 """IOV_MAX: what one sendmsg takes."""
 
@@ -182,10 +182,7 @@ def _connected(address: Address, deadline: Deadline) -> socket.socket:
         try:
             candidate.settimeout(deadline.remaining_s(address))
             candidate.connect(target)
-            if family != socket.AF_UNIX:
-                candidate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if candidate.getsockname()[0] == candidate.getpeername()[0]:
-                    _keep_in_cache(candidate)
+            _tune(candidate)
             return candidate
         except OSError as error:
             candidate.close()
@@ -199,10 +196,16 @@ def _connected(address: Address, deadline: Deadline) -> socket.socket:
     raise Lost(f"{address} cannot be reached ({reason}): check the address, and that the server runs")
 
 
-def _keep_in_cache(same_host: socket.socket) -> None:
-    """Over loopback the kernel lets megabytes queue up, which leave the processor's cache before they are
-    taken: a short queue made writes 1.6 times as fast. Over a network it would cost speed."""
-    same_host.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
+def _tune(connected: socket.socket) -> None:
+    """How much may queue between us and the server. Over loopback the kernel lets megabytes queue up, which
+    leave the processor's cache before they are taken: a short queue made writes 1.6 times as fast; over a
+    network it would cost speed. A Unix socket's 208 KiB are a little short: writes gained 5 %."""
+    if connected.family == socket.AF_UNIX:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
+        return
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if connected.getsockname()[0] == connected.getpeername()[0]:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
 
 
 def _targets(address: Address, deadline: Deadline) -> list[Target]:
