@@ -73,8 +73,8 @@ class RedisSpec(Spec, frozen=True, kw_only=True, tag="redis"):
     """Most bytes of values sent on one connection before replies are awaited; one value at least."""
     read_window_bytes: Annotated[int, Meta(ge=64 << 10, le=256 << 20)] | None = None
     """Most bytes of values asked for on one connection ahead of what has come; one value at least. The server
-    holds them in memory beside its own. null: what measured best on one machine, 1 MiB over TCP and 3 MiB over
-    a Unix socket. Over a network give it at least bandwidth times round trip."""
+    holds them in memory beside its own. null: what measured best on one machine, 1 MiB over TCP and 3 MiB
+    over a Unix socket. Over a network give it at least bandwidth times round trip."""
     connect_timeout_s: Annotated[float, Meta(gt=0, le=60)] = 0.5
     """Longest time for a new connection, TLS and login included."""
     op_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 1.5
