@@ -44,21 +44,22 @@ class Evictor:
         self._occupancy = occupancy
         self._queues = queues
 
-    def evict(self, lane: Lane, pages: int, freed: Freed) -> int:
-        """Give up to `pages` pages of the lane; returns how many went."""
+    def evict(self, lane: Lane, pages: int, freed: Freed, *, upto: int = LAST_KEY) -> int:
+        """Give up to `pages` pages of the lane whose keys are at most `upto`; returns how many went."""
         queues, count = self._queues, 0
-        while count < pages:
+        while count < pages and queues.lowest(lane) <= upto:
             node = queues.pop(lane)
             if node is None:
                 break
-            offsets, rest, blocked = self._choose(node, lane, pages - count, queues.lowest(lane))
+            bound = min(upto, queues.lowest(lane))
+            offsets, rest, blocked = self._choose(node, lane, pages - count, bound)
             bit = 1 << lane.row
             node.blocked = node.blocked | bit if blocked else node.blocked & ~bit
             if rest is not None:
                 queues.put_back(node, lane, rest)
             if len(offsets):
                 count += len(offsets)
-                self._give_up(node, lane, offsets, freed)
+                self.give_up(node, lane, offsets, freed)
                 if rest is None and not blocked and node.present[lane.row]:
                     queues.requeue(node, lane)
         return count
@@ -86,7 +87,7 @@ class Evictor:
         for _, node, offset in found[:pages]:
             gone.setdefault(node, []).append(offset)
         for node, chosen in gone.items():
-            self._give_up(node, lane, np.sort(np.array(chosen, dtype=np.intp)), freed)
+            self.give_up(node, lane, np.sort(np.array(chosen, dtype=np.intp)), freed)
         return min(pages, len(found))
 
     def _choose(self, node: Node, lane: Lane, need: int, bound: int) -> tuple[Offsets, int | None, bool]:
@@ -164,7 +165,8 @@ class Evictor:
         n = min(int(late.argmax()) if late.any() else len(keys), need, window - 1)
         return offsets[:n], int(keys[n]) if n < len(keys) else None, blocked
 
-    def _give_up(self, node: Node, lane: Lane, offsets: Offsets, freed: Freed) -> None:
+    def give_up(self, node: Node, lane: Lane, offsets: Offsets, freed: Freed) -> None:
+        """Give up exactly these pages, which must be READY and unpinned, and what depends on them."""
         freed.take(node, lane, offsets)
         occupancy = self._occupancy
         occupancy.clear(node, lane, offsets)

@@ -105,7 +105,7 @@ class Occupancy:
         if policy.counts_uses and node.rank is not None:
             node.rank[component, start:stop] += 1 if there is None else there
         for lane in self.shape.of_component[component]:
-            if node.queued[lane.row] is not None:
+            if self.queues.is_behind(node, lane, self.tree.tick):
                 self._defer(node, lane, start, stop)
 
     def _defer(self, node: Node, lane: Lane, start: int, stop: int) -> None:

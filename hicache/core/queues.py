@@ -24,6 +24,7 @@ LAST_KEY = 1 << 62
 RANK_BIT = 41
 REFS_BIT = 53
 MOST_REFS = 127
+_RECENCY = (1 << 40) - 1
 """A key is, from its lowest bit: 1 bit lost, 40 bits recency, 12 bits rank, 7 bits references."""
 
 
@@ -81,6 +82,12 @@ class Queues:
         queued = node.queued[lane.row]
         if queued is not None and queued < key:
             self._enter(node, lane.row, key)
+
+    def is_behind(self, node: Node, lane: Lane, tick: int) -> bool:
+        """Whether the node is queued so far before its uses that it is worth entering it anew. What is
+        behind by less costs an eviction at most that many looks at a node that was used since."""
+        queued = node.queued[lane.row]
+        return queued is not None and tick - (queued >> 1 & _RECENCY) > 64 + (self._live[lane.row] >> 6)
 
     def _enter(self, node: Node, row: int, key: int) -> None:
         """Enter the node anew; an entry it had before counts no more. Outdated entries are taken out when

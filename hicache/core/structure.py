@@ -56,18 +56,33 @@ Segment = tuple[Node, int, int]
 """A node and a half-open range of offsets in it."""
 
 
+class Ticks:
+    """Logical time. Indexes that share one can compare the ages of their pages."""
+
+    def __init__(self) -> None:
+        self.now = 1
+
+
 class Tree:
     """The nodes of one index."""
 
-    def __init__(self, shape: Shape, queues: Queues) -> None:
+    def __init__(self, shape: Shape, queues: Queues, ticks: Ticks | None = None) -> None:
         self.shape = shape
         self.queues = queues
         self.roots: dict[Namespace, Node] = {}
         self._names: dict[Node, Namespace] = {}
         self._spare = Node(shape, None, 0, b"")
         """The root of every namespace that has none yet; the first that adds something keeps it."""
-        self.tick = 1
+        self._ticks = ticks or Ticks()
         self.n_pages = 0
+
+    @property
+    def tick(self) -> int:
+        return self._ticks.now
+
+    @tick.setter
+    def tick(self, now: int) -> None:
+        self._ticks.now = now
 
     def root(self, namespace: Namespace) -> Node:
         """The namespace's root; a fresh one is not entered before something is added under it."""

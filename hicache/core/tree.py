@@ -22,9 +22,10 @@ from hicache.core.offers import NO_SLOTS, Inserted, Offer
 from hicache.core.pins import PinBook, Receipt
 from hicache.core.policies import MOST_RANK, Policy
 from hicache.core.queues import Queues
+from hicache.core.reclaiming import Reclaiming
 from hicache.core.reservations import Desk, Reservation, checked_placements
 from hicache.core.sessions import Sessions
-from hicache.core.structure import Cursor, PackedPrompt, Segment, StaleCursor, Tree, segments_up
+from hicache.core.structure import Cursor, PackedPrompt, Segment, StaleCursor, Ticks, Tree, segments_up
 from hicache.core.words import (
     NO_SLOT,
     BoolArray,
@@ -61,16 +62,17 @@ class ReadableIndex:
         policies: Mapping[str, Policy] | None = None,
         branch_interval_pages: int = 1,
         journal: Journal | None = None,
+        ticks: Ticks | None = None,
     ) -> None:
         """`policies` names components whose eviction order is not LRU. Branching boundaries are reported
         on multiples of `branch_interval_pages`, where the engine can take a checkpoint. `journal` is told
-        what becomes READY and what is no longer so."""
+        what becomes READY and what is no longer so. Ages compare among the indexes that share `ticks`."""
         self.shape = Shape(page_size, components, tiers, policies or {})
         if branch_interval_pages < 1:
             raise ValueError(f"branch_interval_pages: {branch_interval_pages}; it must be at least 1")
         self._branch_interval_pages = branch_interval_pages
         self._queues = Queues(self.shape)
-        self._tree = Tree(self.shape, self._queues)
+        self._tree = Tree(self.shape, self._queues, ticks)
         self._occupancy = Occupancy(self.shape, self._tree, self._queues, journal)
 
     def match(
@@ -171,6 +173,7 @@ class Index(ReadableIndex):
         policies: Mapping[str, Policy] | None = None,
         branch_interval_pages: int = 1,
         journal: Journal | None = None,
+        ticks: Ticks | None = None,
     ) -> None:
         super().__init__(
             page_size,
@@ -179,10 +182,12 @@ class Index(ReadableIndex):
             policies=policies,
             branch_interval_pages=branch_interval_pages,
             journal=journal,
+            ticks=ticks,
         )
         self._evictor = Evictor(self._tree, self._occupancy, self._queues)
         self._pins = PinBook(self.shape, self._queues)
         self._desk = Desk(self._occupancy)
+        self.reclaiming = Reclaiming(self._tree, self._occupancy, self._queues, self._evictor)
         self.sessions = Sessions(self._tree, self._queues)
 
     def insert(

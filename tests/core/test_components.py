@@ -311,3 +311,31 @@ def test_what_depends_on_a_lost_page_goes_in_the_same_decision(hybrid: Rig) -> N
     hybrid.free(done.freed, DEVICE)
     assert {name: len(slots) for name, slots in done.freed.items()} == {"full": 3, "swa": 3}
     assert (done.n_freed, done.short) == (3, 0)
+
+
+def test_a_plan_of_victims_gives_way_to_pins_and_uses(hybrid: Rig) -> None:
+    """In a large node victims are planned ahead; a page of the plan that was pinned or used since stays."""
+    prompt = "".join(chr(0x4E00 + n) for n in range(2000))
+    cursor = hybrid.insert(prompt).cursor
+
+    def planned() -> int:
+        """The page that would go next."""
+        assert hybrid.evict("swa", 1) == (1, 0)
+        (node,) = hybrid.index._occupancy.nodes()
+        assert node.plans is not None
+        (plan,) = node.plans.values()
+        return int(plan.pages[plan.used])
+
+    page = planned()
+    receipt = hybrid.index.pin_pages(cursor, {"swa": pages(page)}, tier=DEVICE)
+    assert hybrid.evict("swa", 1) == (1, 0)
+    assert page in hybrid.resident(prompt, "swa")
+    hybrid.check()
+    hybrid.index.unpin(receipt)
+    page = planned()
+    hybrid.index.touch(cursor, page + 1)
+    assert hybrid.evict("swa", 1) == (1, 0)
+    assert page in hybrid.resident(prompt, "swa")
+    hybrid.check()
+    assert hybrid.evict("swa", 1900) == (1900, 0)
+    assert hybrid.boundary(prompt) == 2000
