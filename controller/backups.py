@@ -15,6 +15,7 @@ import numpy as np
 
 from controller.copying import Copier
 from controller.counters import Counters
+from controller.events import Reason
 from controller.groups import Engine, Group, Meeting
 from controller.models import HOST, Fill, HostMemory, Model
 from controller.requests import EMPTY_PAGES, Backup, BackupOutcome, Busy, InvalidRequest, Placement
@@ -193,7 +194,8 @@ class Backups:
         filling = joint.planned.result()
         if filling.fill is not None:
             none = {name: np.zeros(len(p), dtype=bool) for name, (p, _) in filling.fill.placements.items()}
-            model.end_fill(filling.fill, none if joint.meeting.over.exception() else None)
+            with model.because(Reason.BACKUP, backup.prompt.session_id):
+                model.end_fill(filling.fill, none if joint.meeting.over.exception() else None)
         model.index.unpin(filling.chain)
         self._counters.backup_bytes += sum(joint.meeting.over.result())
         namespace, tokens = model.namespace(backup.prompt), model.whole_pages(backup.prompt)

@@ -15,8 +15,10 @@ from typing import TypeVar
 import numpy as np
 
 from controller.backups import Backups
+from controller.contents import Contents
 from controller.copying import Copier, ReadyWaits
 from controller.counters import Counters
+from controller.events import EventLog
 from controller.groups import Engine, Group
 from controller.leases import LeaseTable
 from controller.memory.slab import HostSlab, SlabError
@@ -73,7 +75,11 @@ class HybridCacheController:
         self.counters = Counters()
         self._settings = settings
         self._scheduler = scheduler
-        self._host = HostMemory(slab, self.counters)
+        self.events = EventLog(settings.events_pages) if settings.events_pages else None
+        """What came and went, where and why; None when it is not kept."""
+        self._host = HostMemory(slab, self.counters, self.events)
+        self.contents = Contents(self._host)
+        """What the tiers hold now."""
         self._jobs = JobTable()
         self._engines: dict[str, Engine] = {}
         self._groups: dict[str, Group] = {}

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controller.counters import Counters
+from controller.events import EventLog, Reason
 from controller.memory.frames import FrameLayout
 from controller.memory.slab import HostArena, HostSlab
 from controller.requests import PoolStatus, Prompt
@@ -106,15 +108,18 @@ class Fill:
 class Model:
     """Everything kept for one model identity."""
 
-    def __init__(self, name: str, revision: str, layout: Layout, ranks: int, slab: HostSlab) -> None:
+    def __init__(
+        self, name: str, revision: str, layout: Layout, ranks: int, slab: HostSlab, events: EventLog | None
+    ) -> None:
         self.name = name
+        self.events = events
         self.ranks = ranks
         self.revision = revision
         self.layout = layout
         self.fingerprint = layout.fingerprint()
         self.page_size = layout.page_size
         components = layout.index_components()
-        self.index = Index(layout.page_size, components, (HOST, STORAGE))
+        self.index = Index(layout.page_size, components, (HOST, STORAGE), journal=events)
         parts = {spec.name: rank_frames(layout, spec.name, ranks) for spec in layout.components}
         slot_bytes = {name: sum(part.frames.slot_bytes for part in one) for name, one in parts.items()}
         slab.plan(list(slot_bytes.values()))
@@ -139,6 +144,10 @@ class Model:
     def whole_pages(self, prompt: Prompt) -> TokenArray:
         """The prompt without its tail."""
         return prompt.tokens[: len(prompt.tokens) // self.page_size * self.page_size]
+
+    def because(self, reason: Reason, session_id: str = "") -> AbstractContextManager[None]:
+        """Why pages move until the end of the block, which must not await."""
+        return nullcontext() if self.events is None else self.events.because(reason, session_id)
 
     def held(self, cursor: Cursor, component: str, n_pages: int) -> NDArray[np.uint8]:
         """Host residency of the first `n_pages` pages, ABSENT beyond what the index knows."""
@@ -232,8 +241,10 @@ class Model:
 class HostMemory:
     """Host room for every model and component out of one byte budget: division follows need."""
 
-    def __init__(self, slab: HostSlab, counters: Counters) -> None:
+    def __init__(self, slab: HostSlab, counters: Counters, events: EventLog | None = None) -> None:
+        """`events`: who is told what comes and goes; None for nobody."""
         self._slab = slab
+        self._events = events
         self._counters = counters
         self._models: dict[tuple[str, str, bytes, int], Model] = {}
         self.yield_retained: Callable[[Model | None], bool] = lambda _: False
@@ -256,7 +267,7 @@ class HostMemory:
         key = (name, revision, layout.fingerprint(), ranks)
         found = self._models.get(key)
         if found is None:
-            found = self._models[key] = Model(name, revision, layout, ranks, self._slab)
+            found = self._models[key] = Model(name, revision, layout, ranks, self._slab, self._events)
         return found
 
     def take(self, model: Model, component: str, n_pages: int) -> SlotArray:
@@ -287,7 +298,8 @@ class HostMemory:
         """Drop every host page that nothing holds; returns pages dropped and pages kept."""
         dropped = kept = 0
         for model in self.models:
-            eviction = model.index.drop(HOST)
+            with model.because(Reason.CLEARED):
+                eviction = model.index.drop(HOST)
             self.give_back(model, eviction.freed)
             dropped += sum(map(len, eviction.freed.values()))
             kept += sum(model.index.resident(name, HOST) for name in model.shelves)

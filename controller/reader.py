@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from controller.counters import Counters
+from controller.events import Reason
 from controller.models import HostMemory, Model
 from controller.settings import ControllerSettings
 from controller.storage import StorageStack
@@ -94,12 +95,14 @@ class StorageReader:
         arrived = pages[held == Residency.READY]
         if len(missing):
             fill = model.begin_fill(namespace, tokens, {name: (missing, slots)})
-            good = np.zeros(len(missing), dtype=bool)
+            good = corrupt = np.zeros(len(missing), dtype=bool)
             try:
-                good = await self._read(model, name, fill.hashes[name], missing, slots, timeout_s)
+                good, corrupt = await self._read(model, name, fill.hashes[name], missing, slots, timeout_s)
             finally:
-                model.end_fill(fill, {name: good})
-            self._remember(model, namespace, tokens, name, missing, good)
+                with model.because(Reason.PREFETCH):
+                    model.end_fill(fill, {name: good})
+            for chosen, lost in ((corrupt, Reason.CORRUPT), (~corrupt, Reason.UNREADABLE)):
+                self._remember(model, namespace, tokens, name, missing[chosen], good[chosen], lost)
             arrived = np.union1d(arrived, missing[good]).astype(np.int32)
         return Fetched(arrived, no_room)
 
@@ -111,8 +114,9 @@ class StorageReader:
         pages: PageArray,
         slots: SlotArray,
         timeout_s: float,
-    ) -> BoolArray:
-        """Read every rank's frame of these pages into their slots; which pages are whole and right."""
+    ) -> tuple[BoolArray, BoolArray]:
+        """Read every rank's frame of these pages into their slots; which pages are whole and right, and
+        which are damaged."""
         shelf = model.shelves[name]
         per_page = [
             self._items(model, name, row.tobytes(), offset)
@@ -144,7 +148,8 @@ class StorageReader:
         if corrupt.any():
             bad = [item.key for item, wrong in zip(items, corrupt.ravel(), strict=True) if wrong]
             await self._stack.delete(bad, timeout_s=self._settings.storage_timeout_s)
-        return good
+        damaged: BoolArray = np.any(corrupt, axis=1)
+        return good, damaged
 
     def remember(
         self,
@@ -156,16 +161,24 @@ class StorageReader:
     ) -> None:
         """Correct the index's knowledge of storage by an existence query's answer."""
         for name, pages in asked.items():
-            self._remember(model, namespace, tokens, name, pages, found[name][pages])
+            self._remember(model, namespace, tokens, name, pages, found[name][pages], Reason.ABSENT)
 
     @staticmethod
     def _remember(
-        model: Model, namespace: Namespace, tokens: TokenArray, name: str, pages: PageArray, stored: BoolArray
+        model: Model,
+        namespace: Namespace,
+        tokens: TokenArray,
+        name: str,
+        pages: PageArray,
+        stored: BoolArray,
+        lost: Reason,
     ) -> None:
         cursor = model.index.match(namespace, tokens).cursor
         known = pages < cursor.boundary
-        model.index.mark_stored(cursor, name, pages[known & stored])
-        model.index.forget_stored(cursor, name, pages[known & ~stored])
+        with model.because(Reason.FOUND):
+            model.index.mark_stored(cursor, name, pages[known & stored])
+        with model.because(lost):
+            model.index.forget_stored(cursor, name, pages[known & ~stored])
 
     def _items(self, model: Model, name: str, page_hash: bytes, offset: int) -> tuple[Item, ...]:
         return model.shelves[name].items(self._settings.storage_prefix, model.ranks, page_hash, offset)

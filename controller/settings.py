@@ -15,6 +15,8 @@ class ControllerSettings:
     """How long a lookup's pages stay pinned when nobody releases them."""
     retain_share: float = 0.5
     """Largest part of host memory that pinned prefixes may hold."""
+    events_pages: int = 65_536
+    """Pages whose coming and going can be read again; 0 for no events."""
     copy_timeout_s: float = 10.0
     """Longest time a load-back or backup may take between L1 and L2, queueing included."""
     storage_prefix: str = "hicache"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from controller.counters import Counters
+from controller.events import Reason
 from controller.models import STORAGE, HostMemory, Model
 from controller.requests import BackendStatus, Busy, Gone, InvalidRequest
 from controller.settings import ControllerSettings
@@ -92,7 +93,8 @@ class Shelving:
         self._counters.storage_write_dropped_detached_pages += served.writer.n_queued_frames
         if not len(self.stack):
             for model in self._host.models:  # what nobody can be asked for is not stored
-                model.index.drop(STORAGE)
+                with model.because(Reason.DETACHED):
+                    model.index.drop(STORAGE)
         return served.member.tier
 
     async def stop(self, drain_s: float) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from controller.counters import Counters
+from controller.events import Reason
 from controller.models import HOST, STORAGE, Model
 from controller.settings import ControllerSettings
 from controller.storage import Member
@@ -195,7 +196,8 @@ class StorageWriter:
         cursor = due.model.index.match(due.namespace, due.tokens).cursor
         for name in due.model.shelves:
             pages = np.array([frame.page for frame in stored if frame.component == name], dtype=np.int32)
-            due.model.index.mark_stored(cursor, name, pages[pages < cursor.boundary])
+            with due.model.because(Reason.WRITTEN):
+                due.model.index.mark_stored(cursor, name, pages[pages < cursor.boundary])
 
     @staticmethod
     def _still_due(model: Model, cursor: Cursor, batch: Sequence[Frame]) -> list[Frame]:

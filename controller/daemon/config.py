@@ -143,6 +143,13 @@ class Prefetch(Section, frozen=True, kw_only=True):
     """Largest share of host memory that running prefetches may hold."""
 
 
+class Events(Section, frozen=True, kw_only=True):
+    """What came and went in host memory and storage, for routers that watch."""
+
+    keep_pages: Annotated[int, Meta(ge=0, le=1 << 24)] = 65_536
+    """Pages whose events can be read again by a watcher that was away; 0 turns events off."""
+
+
 class Http(Section, frozen=True, kw_only=True):
     """Metrics, health and the status page. `http: null` turns them off."""
 
@@ -171,6 +178,7 @@ class Config(Section, frozen=True, kw_only=True):
     transfers: Transfers = Transfers()
     storage: Storage | None = None
     prefetch: Prefetch = Prefetch()
+    events: Events = Events()
     http: Http | None = Http()
     log: Log = Log()
 
@@ -179,6 +187,7 @@ class Config(Section, frozen=True, kw_only=True):
         settings = ControllerSettings(
             lease_s=self.host.lease_s,
             retain_share=self.host.retain_share,
+            events_pages=self.events.keep_pages,
             copy_timeout_s=self.transfers.timeout_s,
             prefetch_threshold_pages=self.prefetch.threshold_pages,
             prefetch_base_s=self.prefetch.base_s,

@@ -27,6 +27,7 @@ from controller.daemon.admin import AdminService
 from controller.daemon.attachments import Attachments
 from controller.daemon.claim import ClaimError, SocketClaim
 from controller.daemon.config import FD_SUFFIX, Config, Http, Server, format_size, kind_of
+from controller.daemon.events import EventsService
 from controller.daemon.faults import Faults
 from controller.daemon.gpus import GpuMissing, open_gpus
 from controller.daemon.grpc_server import server_options, stop_serving
@@ -48,6 +49,7 @@ from storage_backends.base import StorageError
 
 HYBRID_CACHE = pb.DESCRIPTOR.services_by_name["HybridCache"].full_name
 ADMIN = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+EVENTS = pb.DESCRIPTOR.services_by_name["Events"].full_name
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -215,8 +217,9 @@ class Daemon:
         # The generated functions carry no annotations.
         pb_grpc.add_HybridCacheServicer_to_server(service, self._grpc)  # type: ignore[no-untyped-call]
         pb_grpc.add_AdminServicer_to_server(admin, self._grpc)  # type: ignore[no-untyped-call]
+        pb_grpc.add_EventsServicer_to_server(self._events_service(), self._grpc)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        names = (HYBRID_CACHE, ADMIN, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        names = (HYBRID_CACHE, ADMIN, EVENTS, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
         await self._set_health(NOT_SERVING)
         for address in filter(None, (f"unix:{server.socket}", server.tcp)):
@@ -228,6 +231,12 @@ class Daemon:
                 ) from error
         await self._grpc.start()
         stack.push_async_callback(self._stop_serving, server.grace_s)
+
+    def _events_service(self) -> EventsService:
+        controller = self._controller
+        return EventsService(
+            controller.events, controller.contents, controller.boot_id, self._readiness, self._faults
+        )
 
     async def _listen_http(self, http: Http, stack: AsyncExitStack) -> None:
         server = HttpServer(self.snapshot, self._registry, self._faults)
@@ -272,7 +281,7 @@ class Daemon:
         self._readiness.starting(f"host memory: {done_bytes >> 20} of {self._slab.nbytes >> 20} MiB ready")
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in ("", HYBRID_CACHE, ADMIN):
+        for name in ("", HYBRID_CACHE, ADMIN, EVENTS):
             await self._health.set(name, status)
 
     # ---- stopping, each step undoing one of building
@@ -280,6 +289,8 @@ class Daemon:
     async def _stop_serving(self, grace_s: float) -> None:
         log.info("stopping", grace_s=grace_s)
         self._readiness.stop()
+        if self._controller.events is not None:
+            self._controller.events.close()
         await self._health.enter_graceful_shutdown()
         if not await stop_serving(self._grpc, self._attachments, grace_s):
             log.warning("engines_not_drained", after_s=grace_s)

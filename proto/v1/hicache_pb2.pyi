@@ -689,3 +689,107 @@ class DrainReply(_message.Message):
     idle: bool
     running: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, idle: bool = ..., running: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("from_sequence", "boot_id", "snapshot")
+    FROM_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    from_sequence: int
+    boot_id: str
+    snapshot: bool
+    def __init__(self, from_sequence: _Optional[int] = ..., boot_id: _Optional[str] = ..., snapshot: bool = ...) -> None: ...
+
+class WatchReply(_message.Message):
+    __slots__ = ("started", "gap", "events", "snapshot_end")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    GAP_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_END_FIELD_NUMBER: _ClassVar[int]
+    started: WatchStarted
+    gap: WatchGap
+    events: PlacementEvents
+    snapshot_end: WatchSnapshotEnd
+    def __init__(self, started: _Optional[_Union[WatchStarted, _Mapping]] = ..., gap: _Optional[_Union[WatchGap, _Mapping]] = ..., events: _Optional[_Union[PlacementEvents, _Mapping]] = ..., snapshot_end: _Optional[_Union[WatchSnapshotEnd, _Mapping]] = ...) -> None: ...
+
+class WatchStarted(_message.Message):
+    __slots__ = ("boot_id", "oldest_sequence", "next_sequence", "restarted")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RESTARTED_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    oldest_sequence: int
+    next_sequence: int
+    restarted: bool
+    def __init__(self, boot_id: _Optional[str] = ..., oldest_sequence: _Optional[int] = ..., next_sequence: _Optional[int] = ..., restarted: bool = ...) -> None: ...
+
+class WatchGap(_message.Message):
+    __slots__ = ("first_sequence", "next_sequence")
+    FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    first_sequence: int
+    next_sequence: int
+    def __init__(self, first_sequence: _Optional[int] = ..., next_sequence: _Optional[int] = ...) -> None: ...
+
+class WatchSnapshotEnd(_message.Message):
+    __slots__ = ("next_sequence",)
+    NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    next_sequence: int
+    def __init__(self, next_sequence: _Optional[int] = ...) -> None: ...
+
+class PlacementEvents(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[PlacementEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[PlacementEvent, _Mapping]]] = ...) -> None: ...
+
+class PlacementEvent(_message.Message):
+    __slots__ = ("sequence", "kind", "tier", "component", "page", "page_hash", "parent_hash", "reason", "model", "revision", "adapter", "tenant", "salt", "session_id")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[PlacementEvent.Kind]
+        STORED: _ClassVar[PlacementEvent.Kind]
+        REMOVED: _ClassVar[PlacementEvent.Kind]
+        CLEARED: _ClassVar[PlacementEvent.Kind]
+    KIND_UNSPECIFIED: PlacementEvent.Kind
+    STORED: PlacementEvent.Kind
+    REMOVED: PlacementEvent.Kind
+    CLEARED: PlacementEvent.Kind
+    class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        TIER_UNSPECIFIED: _ClassVar[PlacementEvent.Tier]
+        HOST: _ClassVar[PlacementEvent.Tier]
+        STORAGE: _ClassVar[PlacementEvent.Tier]
+    TIER_UNSPECIFIED: PlacementEvent.Tier
+    HOST: PlacementEvent.Tier
+    STORAGE: PlacementEvent.Tier
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    COMPONENT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_HASH_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    kind: PlacementEvent.Kind
+    tier: PlacementEvent.Tier
+    component: str
+    page: int
+    page_hash: bytes
+    parent_hash: bytes
+    reason: str
+    model: str
+    revision: str
+    adapter: str
+    tenant: bytes
+    salt: str
+    session_id: str
+    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[_Union[PlacementEvent.Kind, str]] = ..., tier: _Optional[_Union[PlacementEvent.Tier, str]] = ..., component: _Optional[str] = ..., page: _Optional[int] = ..., page_hash: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., reason: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant: _Optional[bytes] = ..., salt: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...

@@ -452,6 +452,83 @@ class HybridCache(object):
             _registered_method=True)
 
 
+class EventsStub(object):
+    """What a router watches.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Watch = channel.unary_stream(
+                '/hicache.v1.Events/Watch',
+                request_serializer=proto_dot_v1_dot_hicache__pb2.WatchRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_hicache__pb2.WatchReply.FromString,
+                _registered_method=True)
+
+
+class EventsServicer(object):
+    """What a router watches.
+    """
+
+    def Watch(self, request, context):
+        """What becomes readable in host memory and storage, and what no longer is, page by page, in order, as it
+        happens; from an earlier number on as far as the daemon still knows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_EventsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=proto_dot_v1_dot_hicache__pb2.WatchRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_hicache__pb2.WatchReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'hicache.v1.Events', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('hicache.v1.Events', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Events(object):
+    """What a router watches.
+    """
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/hicache.v1.Events/Watch',
+            proto_dot_v1_dot_hicache__pb2.WatchRequest.SerializeToString,
+            proto_dot_v1_dot_hicache__pb2.WatchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class AdminStub(object):
     """What an operator calls.
     """

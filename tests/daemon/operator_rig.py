@@ -10,6 +10,7 @@ import grpc
 
 from controller.controller import HybridCacheController
 from controller.daemon.admin import AdminService
+from controller.daemon.events import EventsService
 from controller.daemon.faults import Faults
 from controller.daemon.readiness import Readiness
 from controller.daemon.tiers import StorageTiers
@@ -36,12 +37,22 @@ class OperatorRig:
     async def start(self, socket_path: str) -> None:
         admin = AdminService(self.snapshot, self.controller, self.tiers, self.readiness, self.faults)
         pb_grpc.add_AdminServicer_to_server(admin, self.server)
+        events = EventsService(
+            self.controller.events,
+            self.controller.contents,
+            self.controller.boot_id,
+            self.readiness,
+            self.faults,
+        )
+        pb_grpc.add_EventsServicer_to_server(events, self.server)
         self.server.add_insecure_port(f"unix:{socket_path}")
         port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
         self.channel = grpc.aio.insecure_channel(f"unix:{socket_path}")
         self.tcp_channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
         self.admin = pb_grpc.AdminStub(self.channel)
+        self.events = pb_grpc.EventsStub(self.channel)
+        self.events_by_tcp = pb_grpc.EventsStub(self.tcp_channel)
         self.admin_by_tcp = pb_grpc.AdminStub(self.tcp_channel)
 
     def snapshot(self) -> DaemonStatus:

@@ -245,6 +245,7 @@ def test_every_controller_setting_can_be_configured() -> None:
         {tiers: [{backend: {kind: memory}}], prefix: p, timeout_s: 3, batch_bytes: 1MiB,
          write_queue_bytes: 2MiB, write_attempts: 4}
     prefetch: {threshold_pages: 5, base_s: 6, per_1k_tokens_s: 7, max_s: 8, host_share: 0.9}
+    events: {keep_pages: 9}
     """
     changed, default = parse(text).controller_settings(), ControllerSettings()
     for name in ControllerSettings.__dataclass_fields__:
