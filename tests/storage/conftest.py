@@ -116,11 +116,22 @@ def open_descriptors() -> set[str]:
     return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
 
 
+_strangers: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def strangers() -> None:
+    """Processes that other tests' session fixtures keep: none of ours."""
+    _strangers.clear()
+    _strangers.update(children())
+
+
 def children() -> list[int]:
-    found: list[int] = []
+    """Processes of this one that were started since the test began."""
+    found: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
-        found += [int(pid) for pid in Path(f"/proc/self/task/{thread}/children").read_text().split()]
-    return found
+        found.update(int(pid) for pid in Path(f"/proc/self/task/{thread}/children").read_text().split())
+    return sorted(found - _strangers)
 
 
 def is_running(pid: int) -> bool:
