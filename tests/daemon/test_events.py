@@ -82,10 +82,12 @@ class Router:
         while self.started is None or self.next < rig.controller.events.following:
             await self.read()
 
-    def told(self) -> list[tuple[int, int, str]]:
-        """Kind, tier and reason, runs of equal ones once."""
+    def told(self, hashes: set[bytes], component: str) -> list[tuple[int, int, str]]:
+        """Kind, tier and reason of these pages' events, runs of equal ones once."""
         out: list[tuple[int, int, str]] = []
         for event in self.events:
+            if event.component != component or event.page_hash not in hashes:
+                continue
             one = event.kind, event.tier, event.reason
             if not out or out[-1] != one:
                 out.append(one)
@@ -111,41 +113,61 @@ async def stored(engine: TaggedEngine, tokens: object, salt: str = "") -> None:
 
 
 async def test_a_pages_way_through_the_tiers_is_told_with_tier_and_reason(
-    rig: OperatorRig, tmp_path: Path
+    short_path: str, tmp_path: Path
 ) -> None:
     """OBS-05: back up, evict, load back, flush, damage, detach; replaying gives each tier's content."""
-    engine = rig.engine()
-    router = Router(rig.events)
-    await router.read()
-    await rig.admin.AttachStorage(pb.AttachStorageRequest(name="l3", backend=file_backend(tmp_path)))
-    await stored(engine, A)
-    await until(lambda: rig.controller.counters.storage_written_pages == 21)
-    model = rig.controller._host.models[0]
-    rig.controller._host._evict(model, "full", 10)
-    await engine.prefetch(A)
-    assert await engine.load_and_check(A) == 10
-    await until(lambda: rig.controller.flush()[1] == 0)
-    for path in (tmp_path / "objects").rglob("*"):
-        if path.is_file() and path.stat().st_size > 100:
-            path.write_bytes(bytes(path.stat().st_size))
-    await engine.prefetch(A)
-    await rig.admin.DetachStorage(pb.DetachStorageRequest(name="l3"))
-    await stored(engine, prompt(2, 40))
-    rig.controller._host._evict(model, "full", 10)
-    await router.upto(rig)
-    assert router.told() == [
-        (Event.STORED, Event.HOST, "backup"),
-        (Event.STORED, Event.STORAGE, "written"),
-        (Event.REMOVED, Event.HOST, "demoted"),
-        (Event.STORED, Event.HOST, "prefetch"),
-        (Event.CLEARED, Event.HOST, "cleared"),
-        (Event.REMOVED, Event.STORAGE, "corrupt"),
-        (Event.CLEARED, Event.STORAGE, "detached"),
-        (Event.STORED, Event.HOST, "backup"),
-        (Event.REMOVED, Event.HOST, "dropped"),
-    ]
-    assert router.content == content_of(rig)
-    assert router.gaps == []
+    async with operator_rig(f"{short_path}/s", capacity_bytes=256 << 10) as rig:
+        engine, counters = rig.engine(), rig.controller.counters
+        router = Router(rig.events)
+        await router.read()
+        backend = file_backend(tmp_path)
+        await rig.admin.AttachStorage(pb.AttachStorageRequest(name="l3", backend=backend))
+        await stored(engine, A)
+        await until(lambda: counters.storage_written_pages == 21)
+        await flooded(rig, engine, 1000)
+        assert (await engine.prefetch(A)).boundary == 10
+        assert await engine.load_and_check(A) == 10
+        await until(lambda: rig.controller.flush()[1] == 0)
+        for path in (tmp_path / "objects").rglob("*"):
+            if path.is_file() and path.stat().st_size > 100:
+                path.write_bytes(bytes(path.stat().st_size))
+        assert (await engine.prefetch(A)).boundary == 0
+        before = counters.storage_written_pages
+        await stored(engine, A)
+        await until(lambda: counters.storage_written_pages > before and not queued(rig))
+        await rig.admin.DetachStorage(pb.DetachStorageRequest(name="l3"))
+        await flooded(rig, engine, 2000)
+        await router.upto(rig)
+        mine = set(hashes_of(engine.namespace(), A))
+        assert router.told(mine, "full") == [
+            (Event.STORED, Event.HOST, "backup"),
+            (Event.STORED, Event.STORAGE, "written"),
+            (Event.REMOVED, Event.HOST, "demoted"),
+            (Event.STORED, Event.HOST, "prefetch"),
+            (Event.CLEARED, Event.HOST, "cleared"),
+            (Event.REMOVED, Event.STORAGE, "corrupt"),
+            (Event.STORED, Event.HOST, "backup"),
+            (Event.STORED, Event.STORAGE, "written"),
+            (Event.CLEARED, Event.STORAGE, "detached"),
+            (Event.REMOVED, Event.HOST, "dropped"),
+        ]
+        assert router.content == content_of(rig)
+        assert router.gaps == []
+
+
+async def flooded(rig: OperatorRig, engine: TaggedEngine, first_seed: int) -> None:
+    """Other prompts, until nothing of FULL of A is in host memory."""
+    mine = {(Event.HOST, "full", one) for one in hashes_of(engine.namespace(), A)}
+    for seed in range(first_seed, first_seed + 500):
+        if not mine & content_of(rig):
+            break
+        await stored(engine, prompt(seed, 40))
+    assert not mine & content_of(rig)
+    await until(lambda: not queued(rig))
+
+
+def queued(rig: OperatorRig) -> int:
+    return sum(backend.queued_writes for backend in rig.controller.status().backends)
 
 
 async def test_an_event_says_who_and_where_a_page_is(rig: OperatorRig) -> None:
@@ -213,7 +235,7 @@ async def test_who_comes_late_begins_with_all_that_is_there(rig: OperatorRig, tm
     await rig.admin.AttachStorage(pb.AttachStorageRequest(backend=file_backend(tmp_path)))
     for seed in range(4):
         await stored(engine, np.concatenate([A, prompt(seed, 20)]))
-    await until(lambda: not rig.controller.status().backends[0].queued_writes)
+    await until(lambda: not queued(rig))
     router = Router(rig.events, snapshot=True)
     await stored(engine, prompt(50, 40))
     while await router.read() != "snapshot_end":
@@ -274,7 +296,7 @@ async def test_under_pressure_a_router_knows_every_tier_exactly(short_path: str,
                 await engine.prefetch(prompt(int(order.integers(0, 60)), 40))
             if step % 67 == 66:
                 rig.controller.flush()
-        await until(lambda: not rig.controller.status().backends[0].queued_writes)
+        await until(lambda: not queued(rig))
         await router.upto(rig)
         assert rig.controller.counters.host_evicted_pages > 0
         assert router.content == content_of(rig)
