@@ -17,14 +17,19 @@ from controller.copying import Copier
 from controller.counters import Counters
 from controller.events import Reason
 from controller.groups import Engine, Group, Meeting
-from controller.models import HOST, Fill, HostMemory, Model
+from controller.host import HostMemory
+from controller.models import HOST, Fill, Model
 from controller.requests import EMPTY_PAGES, Backup, BackupOutcome, Busy, InvalidRequest, Placement
 from controller.sessions import SessionBook
 from controller.shelving import Shelving
 from controller.transfers.jobs import Job
 from controller.transfers.scheduler import Direction
+from hicache.core.identity import Namespace
 from hicache.core.pins import Receipt
-from hicache.core.words import BoolArray, PageArray, Residency, SlotArray
+from hicache.core.words import BoolArray, PageArray, Residency, SlotArray, TokenArray
+
+HOST_FULL = "host_full"
+NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 
 
 @dataclass
@@ -113,6 +118,8 @@ class Backups:
         self._counters = counters
         self._open: dict[tuple[str, str], list[Joint]] = {}
         """By group and request: those that some rank has not taken its part in."""
+        self._landing: set[asyncio.Future[None]] = set()
+        """Done when a backup's bytes have landed: its pages can go then, and others have their room."""
 
     async def run(
         self, group: Group, engine: Engine, backup: Backup, job: Job
@@ -142,17 +149,34 @@ class Backups:
             del self._open[about]
 
     async def _plan(self, model: Model, backup: Backup) -> Filling:
-        """Decide what to copy, once nobody else is bringing in pages of this path; reserve its place."""
+        """Decide what to copy, once nobody else is bringing in pages of this path; reserve its place. When
+        other backups hold the room while their bytes move, wait for them, holding nothing."""
         namespace, tokens = model.namespace(backup.prompt), model.whole_pages(backup.prompt)
-        n_pages = len(tokens) // model.page_size
         self._counters.backups += 1
         self._counters.uncached_tail_tokens += len(backup.prompt.tokens) - len(tokens)
-        try:
-            async with asyncio.timeout(self._copier.timeout_s):
-                await model.fills_ended(namespace, tokens)
-        except TimeoutError:
-            raise Busy("backup: another transfer of the same pages has not ended; try again") from None
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + self._copier.timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(ends_s):
+                    await model.fills_ended(namespace, tokens)
+            except TimeoutError:
+                raise Busy("backup: another transfer of the same pages has not ended; try again") from None
+            filling = self._reserve(model, namespace, tokens, backup, final=loop.time() >= ends_s)
+            if filling is not None:
+                self._count(filling.plans)
+                return filling
+            await asyncio.wait(
+                self._landing, timeout=max(0.0, ends_s - loop.time()), return_when=asyncio.FIRST_COMPLETED
+            )
+
+    def _reserve(
+        self, model: Model, namespace: Namespace, tokens: TokenArray, backup: Backup, *, final: bool
+    ) -> Filling | None:
+        """Plan and reserve. None, with nothing held, when there is not room for all of it and other
+        backups are about to leave some; unless this is the final try."""
         index = model.index
+        n_pages = len(tokens) // model.page_size
         cursor = index.match(namespace, tokens).cursor
         present = {name: model.held(cursor, name, n_pages) == Residency.READY for name in model.shelves}
         plans = plan_backup(
@@ -162,13 +186,20 @@ class Backups:
             cursor, {name: np.flatnonzero(held).astype(np.int32) for name, held in present.items()}, tier=HOST
         )
         try:
-            targets = self._room(model, plans)
+            targets = self._room(model, plans, backup.prompt.salt)
+            if self._landing and not final and any(plan.refused[HOST_FULL] for plan in plans.values()):
+                for name, slots in targets.items():
+                    model.shelves[name].arena.free(slots)
+                index.unpin(chain)
+                return None
             placements = {name: (plans[name].wanted, slots) for name, slots in targets.items() if len(slots)}
             fill = model.begin_fill(namespace, tokens, placements) if placements else None
         except BaseException:
             index.unpin(chain)
             raise
-        self._count(plans)
+        if fill is not None:
+            self._landing.add(fill.ended)
+            fill.ended.add_done_callback(self._landing.discard)
         return Filling(plans, fill, chain)
 
     async def _copy(self, joint: Joint, engine: Engine, backup: Backup, job: Job) -> int:
@@ -206,33 +237,48 @@ class Backups:
         self._shelving.offer(model, namespace, tokens)
         return {name: plan.outcome() for name, plan in filling.plans.items()}
 
-    def _room(self, model: Model, plans: Mapping[str, Plan]) -> dict[str, SlotArray]:
+    def _room(self, model: Model, plans: Mapping[str, Plan], salt: str) -> dict[str, SlotArray]:
         """Host slots for what the plans want, and the plans cut to what fits: whole-path components
-        lose their tails (all alike), the others keep their deepest pages."""
-        got: dict[str, SlotArray] = {}
-        reach = np.iinfo(np.int32).max
-        ordered = sorted(plans, key=lambda name: not model.shelves[name].whole_path)
-        for name in ordered:
-            plan, shelf = plans[name], model.shelves[name]
-            plan.keep(plan.wanted < reach, "host_full")
-            slots = self._host.take(model, name, len(plan.wanted))
-            if len(slots) < len(plan.wanted):
-                if shelf.whole_path:
-                    reach = min(reach, int(plan.wanted[len(slots)]))
-                    plan.keep(plan.wanted < reach, "host_full")
-                else:
-                    plan.keep(np.arange(len(plan.wanted)) >= len(plan.wanted) - len(slots), "host_full")
-            got[name] = slots
-        for name in ordered:  # a later whole-path component may have cut an earlier one's reach
-            plans[name].keep(plans[name].wanted < reach, "host_full")
-            surplus = got[name][len(plans[name].wanted) :]
-            model.shelves[name].arena.free(surplus)
-            got[name] = got[name][: len(plans[name].wanted)]
+        lose their tails (all alike), the others keep their deepest pages. What the others need at the
+        prompt's end has its room before the whole path: without it the whole path serves nothing."""
+        got = dict.fromkeys(plans, NO_SLOTS)
+        others = [name for name in plans if not model.shelves[name].whole_path]
+        whole = [name for name in plans if model.shelves[name].whole_path]
+        end = max((int(plan.wanted[-1]) + 1 for plan in plans.values() if len(plan.wanted)), default=0)
+        reach, reason = np.iinfo(np.int32).max, HOST_FULL
+
+        def take(name: str, n_pages: int) -> None:
+            nonlocal reason
+            slots, short = self._host.take(model, name, max(0, n_pages - len(got[name])), salt)
+            got[name] = np.concatenate([got[name], slots])
+            reason = short or reason
+
+        for name in others:
+            take(name, int((plans[name].wanted >= model.coverages[name].start(end)).sum()))
+        for name in whole:
+            wanted = plans[name].wanted
+            take(name, int((wanted < reach).sum()))
+            if len(got[name]) < len(wanted):
+                reach = min(reach, int(wanted[len(got[name])]))
+        for name in whole + others:  # a later whole-path component may have cut an earlier one's reach
+            plan = plans[name]
+            plan.keep(plan.wanted < reach, reason)
+            got[name] = self._without_surplus(model, name, got[name], len(plan.wanted))
+        for name in others:
+            plan = plans[name]
+            take(name, len(plan.wanted))
+            plan.keep(np.arange(len(plan.wanted)) >= len(plan.wanted) - len(got[name]), reason)
         return got
+
+    @staticmethod
+    def _without_surplus(model: Model, name: str, slots: SlotArray, n_pages: int) -> SlotArray:
+        model.shelves[name].arena.free(slots[n_pages:])
+        return slots[:n_pages]
 
     def _count(self, plans: Mapping[str, Plan]) -> None:
         for plan in plans.values():
             self._counters.backup_stored_pages += len(plan.wanted)
             self._counters.backup_present_pages += plan.present_pages
             self._counters.backup_refused_host_full_pages += plan.refused["host_full"]
+            self._counters.backup_refused_quota_pages += plan.refused["quota"]
             self._counters.backup_refused_chain_broken_pages += plan.refused["chain_broken"]

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from controller.models import HOST, STORAGE, HostMemory, Model
+from controller.host import HostMemory
+from controller.models import HOST, STORAGE, Model
 from hicache.core.journal import Move
 from hicache.core.structure import Cursor
 from hicache.core.words import Residency, Tier

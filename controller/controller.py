@@ -20,9 +20,10 @@ from controller.copying import Copier, ReadyWaits
 from controller.counters import Counters
 from controller.events import EventLog
 from controller.groups import Engine, Group
+from controller.host import HostMemory
 from controller.leases import LeaseTable
 from controller.memory.slab import HostSlab, SlabError
-from controller.models import HOST, STORAGE, HostMemory, Model
+from controller.models import HOST, STORAGE, Model
 from controller.prefetches import Prefetches
 from controller.preserving import Preserving
 from controller.reader import StorageReader
@@ -77,7 +78,7 @@ class HybridCacheController:
         self._scheduler = scheduler
         self.events = EventLog(settings.events_pages) if settings.events_pages else None
         """What came and went, where and why; None when it is not kept."""
-        self._host = HostMemory(slab, self.counters, self.events)
+        self._host = HostMemory(slab, self.counters, settings.host_shares, self.events)
         self.contents = Contents(self._host)
         """What the tiers hold now."""
         self._jobs = JobTable()

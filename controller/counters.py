@@ -26,11 +26,15 @@ class Counters:
     backup_stored_pages: int = 0
     backup_present_pages: int = 0
     backup_refused_host_full_pages: int = 0
+    backup_refused_quota_pages: int = 0
+    """The tenant is at its quota, and the rest of what it holds is in use."""
     backup_refused_chain_broken_pages: int = 0
     backup_bytes: int = 0
     backup_failures: int = 0
     uncached_tail_tokens: int = 0
     host_evicted_pages: int = 0
+    host_moved_pages: int = 0
+    """Frames that changed their place so that free room came together."""
     storage_written_pages: int = 0
     storage_written_bytes: int = 0
     storage_write_retries: int = 0

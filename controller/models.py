@@ -1,20 +1,21 @@
-"""Models: the index, frame layouts and host memory kept for each model identity, and who gets host room.
+"""Models: the index, frame layouts and host slots kept for each model identity.
 
-Engines of equal identity share one model; it outlives them. All calls run on the event loop, decide
-at once and move no bytes.
+Engines of equal identity share one model; it outlives them. All calls run on the event loop and decide at
+once. Evicts nothing of its own accord (see host.py); moves no bytes but those of frames that make way.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+import ctypes
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.counters import Counters
 from controller.events import EventLog, Reason
 from controller.memory.frames import FrameLayout
 from controller.memory.slab import HostArena, HostSlab
@@ -23,7 +24,7 @@ from hicache.core.audit import audit
 from hicache.core.identity import Namespace, storage_key
 from hicache.core.layout import Layout
 from hicache.core.reservations import Reservation
-from hicache.core.structure import Cursor
+from hicache.core.structure import Cursor, Ticks
 from hicache.core.tree import Index
 from hicache.core.words import (
     NO_SLOT,
@@ -109,7 +110,14 @@ class Model:
     """Everything kept for one model identity."""
 
     def __init__(
-        self, name: str, revision: str, layout: Layout, ranks: int, slab: HostSlab, events: EventLog | None
+        self,
+        name: str,
+        revision: str,
+        layout: Layout,
+        ranks: int,
+        slab: HostSlab,
+        ticks: Ticks,
+        events: EventLog | None,
     ) -> None:
         self.name = name
         self.events = events
@@ -119,7 +127,7 @@ class Model:
         self.fingerprint = layout.fingerprint()
         self.page_size = layout.page_size
         components = layout.index_components()
-        self.index = Index(layout.page_size, components, (HOST, STORAGE), journal=events)
+        self.index = Index(layout.page_size, components, (HOST, STORAGE), journal=events, ticks=ticks)
         parts = {spec.name: rank_frames(layout, spec.name, ranks) for spec in layout.components}
         slot_bytes = {name: sum(part.frames.slot_bytes for part in one) for name, one in parts.items()}
         slab.plan(list(slot_bytes.values()))
@@ -133,6 +141,10 @@ class Model:
             for component in components
         }
         self.coverages = {component.name: component.coverage for component in components}
+        self.tenant_bytes: Counter[str] = Counter()
+        """Host bytes by salt."""
+        self._owners: dict[str, dict[int, tuple[Cursor, int]]] = {name: {} for name in self.shelves}
+        """Which page each host slot in use belongs to: a cursor to its path, and its number."""
         self._fills: set[Fill] = set()
         self._filling: dict[tuple[str, bytes], asyncio.Future[None]] = {}
 
@@ -169,6 +181,8 @@ class Model:
             for name, (pages, _) in placements.items()
             if len(pages)
         }
+        for name, (pages, slots) in placements.items():
+            self._own(name, cursor, pages, slots)
         ended = asyncio.get_running_loop().create_future()
         fill = Fill(namespace, tokens, placements, reservation, hashes, ended)
         self._fills.add(fill)
@@ -186,14 +200,18 @@ class Model:
                 row = np.full(int(pages[-1]) + 1 if len(pages) else 0, NO_SLOT, dtype=np.int32)
                 row[pages[good[name]]] = slots[good[name]]
                 kept[name] = row
-                self.shelves[name].arena.free(slots[~good[name]])
+                self.give_back({name: slots[~good[name]]})
             depth = max(map(len, kept.values()))
             kept = {
                 name: np.pad(row, (0, depth - len(row)), constant_values=NO_SLOT)
                 for name, row in kept.items()
             }
             if any((row != NO_SLOT).any() for row in kept.values()):
-                self.index.insert(fill.namespace, fill.tokens[: depth * self.page_size], kept, tier=HOST)
+                tokens = fill.tokens[: depth * self.page_size]
+                cursor = self.index.insert(fill.namespace, tokens, kept, tier=HOST).cursor
+                for name, row in kept.items():
+                    pages = np.flatnonzero(row != NO_SLOT).astype(np.int32)
+                    self._own(name, cursor, pages, row[pages])
         self._fills.remove(fill)
         for name, hashes in fill.hashes.items():
             del self._filling[name, hashes[0].tobytes()]
@@ -218,11 +236,70 @@ class Model:
                 return self._filling[name, self.index.hashes(cursor, page, page + 1).tobytes()]
         return None
 
+    # -- slots: whose they are, and frames that make way ---------------------------------------------
+
+    def _own(self, component: str, cursor: Cursor, pages: PageArray, slots: SlotArray) -> None:
+        """These slots hold (or will) these pages of the cursor's path."""
+        owners, before = self._owners[component], len(self._owners[component])
+        owners.update(
+            (slot, (cursor, page)) for slot, page in zip(slots.tolist(), pages.tolist(), strict=True)
+        )
+        added_bytes = (len(owners) - before) * self.shelves[component].slot_bytes
+        self.tenant_bytes[cursor.namespace.salt] += added_bytes
+
+    def give_back(self, freed: Mapping[str, SlotArray]) -> None:
+        """Slots whose pages are gone from host memory."""
+        for name, slots in freed.items():
+            shelf, owners = self.shelves[name], self._owners[name]
+            shelf.arena.free(slots)
+            for slot in slots.tolist():
+                cursor, _ = owners.pop(slot)
+                self.tenant_bytes[cursor.namespace.salt] -= shelf.slot_bytes
+
+    def empty_an_extent(self, component: str, most_tried: int) -> int | None:
+        """Move the frames out of the component's emptiest extent, into free slots of its others, so that
+        the extent is free: at most one extent's bytes. Only frames that nobody pins and that are not on
+        their way in: the emptiest extents are tried until one has no other. Returns frames moved; None
+        when there is no room for them, or none of those tried can be emptied."""
+        arena, owners = self.shelves[component].arena, self._owners[component]
+        reclaiming = self.index.reclaiming
+        for extent in arena.emptiest()[:most_tried]:
+            old = arena.slots_in(extent)
+            found = [(slot, owners.get(slot)) for slot in old.tolist()]
+            if all(own and reclaiming.movable(own[0], component, HOST, own[1], slot) for slot, own in found):
+                fresh = arena.alloc_beside(extent, len(old))
+                moves = zip(arena.addresses(old).tolist(), arena.addresses(fresh).tolist(), strict=True)
+                for source, target in moves:
+                    ctypes.memmove(target, source, arena.slot_bytes)
+                for slot, target in zip(old.tolist(), fresh.tolist(), strict=True):
+                    cursor, page = owners[target] = owners.pop(slot)
+                    reclaiming.reslot(cursor, component, HOST, page, slot, target)
+                arena.free(old)
+                return len(old)
+        return None
+
     # -- reports -------------------------------------------------------------------------------------
 
     def audit(self) -> list[str]:
         arenas = {(name, HOST): shelf.arena for name, shelf in self.shelves.items()}
-        return [f"{self.name}: {violation}" for violation in audit(self.index, arenas)]
+        found = [f"{self.name}: {violation}" for violation in audit(self.index, arenas)]
+        found += self._misowned()
+        return found
+
+    def _misowned(self) -> Iterator[str]:
+        """Slots whose owner is not the page that stands in them, and tenants whose bytes do not add up."""
+        tenant_bytes: Counter[str] = Counter()
+        for name, owners in self._owners.items():
+            if sorted(owners) != self.shelves[name].arena.used_slots().tolist():
+                yield f"{self.name}: {name}: slots in use and slots with an owner differ"
+            for slot, (cursor, page) in owners.items():
+                tenant_bytes[cursor.namespace.salt] += self.shelves[name].slot_bytes
+                state = self.index.residency(cursor, name, HOST, page, page + 1)[0]
+                held = self.index.slots(cursor, name, HOST, page, page + 1)[0]
+                if state == Residency.ABSENT or (state == Residency.READY and held != slot):
+                    yield f"{self.name}: {name}: slot {slot} is not where page {page} is"
+        if +tenant_bytes != +self.tenant_bytes:
+            yield f"{self.name}: tenants' bytes {self.tenant_bytes}, counted {tenant_bytes}"
 
     def pools(self) -> Iterator[PoolStatus]:
         for name, shelf in self.shelves.items():
@@ -236,89 +313,3 @@ class Model:
                 pinned_pages=self.index.pinned(name, HOST),
                 stored_pages=self.index.resident(name, STORAGE),
             )
-
-
-class HostMemory:
-    """Host room for every model and component out of one byte budget: division follows need."""
-
-    def __init__(self, slab: HostSlab, counters: Counters, events: EventLog | None = None) -> None:
-        """`events`: who is told what comes and goes; None for nobody."""
-        self._slab = slab
-        self._events = events
-        self._counters = counters
-        self._models: dict[tuple[str, str, bytes, int], Model] = {}
-        self.yield_retained: Callable[[Model | None], bool] = lambda _: False
-        """Ends one retention (of this model) so that its pages can go; False when there is none."""
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._slab.nbytes
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(shelf.arena.used_bytes for model in self.models for shelf in model.shelves.values())
-
-    @property
-    def models(self) -> tuple[Model, ...]:
-        return tuple(self._models.values())
-
-    def model(self, name: str, revision: str, layout: Layout, ranks: int) -> Model:
-        """The model of this identity, made at first sight. Raises SlabError when a frame cannot fit."""
-        key = (name, revision, layout.fingerprint(), ranks)
-        found = self._models.get(key)
-        if found is None:
-            found = self._models[key] = Model(name, revision, layout, ranks, self._slab, self._events)
-        return found
-
-    def take(self, model: Model, component: str, n_pages: int) -> SlotArray:
-        """Up to `n_pages` host slots, evicting on demand: the component's own coldest pages first, then
-        those retained, and other components' only when it would get nothing. Fewer if the rest is pinned."""
-        shelf = model.shelves[component]
-        while (short := n_pages - shelf.arena.obtainable()) > 0:
-            self._evict(model, component, short)
-            if n_pages <= shelf.arena.obtainable() or not self.yield_retained(model):
-                break
-        if n_pages and not shelf.arena.obtainable():
-            self._evict_others(model, component)
-            while not shelf.arena.obtainable() and self.yield_retained(None):
-                self._evict_others(model, component)
-        slots = shelf.arena.alloc(min(n_pages, shelf.arena.obtainable()))
-        assert slots is not None, "an arena gives what it says is obtainable"
-        return slots
-
-    def give_back(self, model: Model, freed: Mapping[str, SlotArray]) -> None:
-        for name, slots in freed.items():
-            model.shelves[name].arena.free(slots)
-
-    def named(self, name: str, revision: str) -> list[Model]:
-        """The models of this name and revision: one for each layout and number of ranks seen."""
-        return [model for model in self.models if (model.name, model.revision) == (name, revision)]
-
-    def flush(self) -> tuple[int, int]:
-        """Drop every host page that nothing holds; returns pages dropped and pages kept."""
-        dropped = kept = 0
-        for model in self.models:
-            with model.because(Reason.CLEARED):
-                eviction = model.index.drop(HOST)
-            self.give_back(model, eviction.freed)
-            dropped += sum(map(len, eviction.freed.values()))
-            kept += sum(model.index.resident(name, HOST) for name in model.shelves)
-        return dropped, kept
-
-    def _evict(self, model: Model, component: str, n_pages: int) -> int:
-        eviction = model.index.evict(component, HOST, n_pages)
-        self.give_back(model, eviction.freed)
-        self._counters.host_evicted_pages += sum(map(len, eviction.freed.values()))
-        return eviction.n_freed
-
-    def _evict_others(self, model: Model, component: str) -> None:
-        """Free one extent's worth at a time, from whoever holds most, until the component can have a slot."""
-        wanted = model.shelves[component].arena
-        others = [
-            (one, name) for one in self.models for name in one.shelves if (one, name) != (model, component)
-        ]
-        while others and not wanted.obtainable():
-            others.sort(key=lambda other: other[0].shelves[other[1]].arena.used_bytes)
-            owner, name = others[-1]
-            if not self._evict(owner, name, owner.shelves[name].arena.slots_per_extent):
-                others.pop()

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from controller.counters import Counters
-from controller.models import HOST, STORAGE, HostMemory, Model
+from controller.host import HostMemory
+from controller.models import HOST, STORAGE, Model
 from controller.reader import StorageReader
 from controller.requests import Prefetch, PrefetchPolicy, PrefetchState, Progress
 from controller.settings import ControllerSettings

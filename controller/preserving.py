@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from controller.models import HostMemory, Model
+from controller.host import HostMemory
+from controller.models import Model
 from controller.reader import StorageReader
 from controller.requests import Refused
 from controller.shelving import Shelving

@@ -15,7 +15,8 @@ import numpy as np
 
 from controller.counters import Counters
 from controller.events import Reason
-from controller.models import HostMemory, Model
+from controller.host import HostMemory
+from controller.models import Model
 from controller.settings import ControllerSettings
 from controller.storage import StorageStack
 from controller.transfers.scheduler import TransferScheduler
@@ -89,8 +90,7 @@ class StorageReader:
         n_pages = len(tokens) // model.page_size
         held = model.held(index.match(namespace, tokens).cursor, name, n_pages)[pages]
         missing = pages[held == Residency.ABSENT]
-        slots = self._host.take(model, name, len(missing))
-        no_room = len(slots) < len(missing)
+        slots, short = self._host.take(model, name, len(missing), namespace.salt)
         missing = missing[: len(slots)]
         arrived = pages[held == Residency.READY]
         if len(missing):
@@ -104,7 +104,7 @@ class StorageReader:
             for chosen, lost in ((corrupt, Reason.CORRUPT), (~corrupt, Reason.UNREADABLE)):
                 self._remember(model, namespace, tokens, name, missing[chosen], good[chosen], lost)
             arrived = np.union1d(arrived, missing[good]).astype(np.int32)
-        return Fetched(arrived, no_room)
+        return Fetched(arrived, bool(short))
 
     async def _read(
         self,

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from controller.counters import Counters
-from controller.models import HOST, HostMemory, Model
+from controller.host import HostMemory
+from controller.models import HOST, Model
 from controller.requests import Busy, Gone, InvalidRequest, Prompt, Retain, Retained
 from controller.settings import ControllerSettings
 from hicache.core.coverage import joint_boundary
-from hicache.core.identity import Namespace
+from hicache.core.identity import Namespace, page_hashes
 from hicache.core.pins import Receipt
 from hicache.core.words import Residency, TokenArray
 
@@ -33,6 +34,8 @@ class Kept:
     namespace: Namespace
     tokens: TokenArray
     """Up to its boundary: a prompt that begins with them is a hit."""
+    asked: bytes
+    """Hash of the last page asked for: the same again is the same pin."""
     asked_pages: int
     nbytes: int
     keep_s: float
@@ -74,9 +77,10 @@ class Retention:
         model = self._named(wanted)
         prompt = Prompt("", "", wanted.tokens, wanted.adapter, wanted.salt)
         namespace, tokens = model.namespace(prompt), model.whole_pages(prompt)
-        for kept in list(self._kept.values()):
-            if kept.namespace == namespace and np.array_equal(kept.tokens, tokens[: len(kept.tokens)]):
-                self._end(kept)
+        chain = page_hashes(namespace.seed(), tokens, model.page_size)
+        asked = chain[-1].tobytes() if len(chain) else b""
+        for kept in [one for one in self._kept.values() if one.asked == asked]:
+            self._end(kept)
         if len(self._kept) >= MOST_PINS:
             raise Busy(f"pin: {MOST_PINS} prefixes are pinned; unpin one of them")
         asked_pages = len(tokens) // model.page_size
@@ -92,6 +96,7 @@ class Retention:
             model=model,
             namespace=namespace,
             tokens=tokens[: boundary * model.page_size].copy(),
+            asked=asked,
             asked_pages=asked_pages,
             nbytes=nbytes,
             keep_s=wanted.keep_s,

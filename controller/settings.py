@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostShares:
+    """Who is sure of what, and who may have what at most."""
+
+    floors: Mapping[str, float] = field(default_factory=dict)
+    """Component -> part of host memory that others never take from it."""
+    quotas_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Salt -> most bytes of host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +24,7 @@ class ControllerSettings:
 
     lease_s: float = 30.0
     """How long a lookup's pages stay pinned when nobody releases them."""
+    host_shares: HostShares = HostShares()
     retain_share: float = 0.5
     """Largest part of host memory that pinned prefixes may hold."""
     events_pages: int = 65_536

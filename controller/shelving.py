@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from controller.counters import Counters
 from controller.events import Reason
-from controller.models import STORAGE, HostMemory, Model
+from controller.host import HostMemory
+from controller.models import STORAGE, Model
 from controller.requests import BackendStatus, Busy, Gone, InvalidRequest
 from controller.settings import ControllerSettings
 from controller.storage import Member, StorageStack, StorageTier, TierPolicy

@@ -23,7 +23,7 @@ from controller.storage import Member
 from controller.transfers.jobs import Job, JobKind, JobState, JobTable
 from hicache.core.identity import Namespace
 from hicache.core.structure import Cursor
-from hicache.core.words import Residency, TokenArray
+from hicache.core.words import NO_SLOT, Residency, TokenArray
 from storage_backends.base import Item, Outcome
 
 FIRST_RETRY_S = 0.1
@@ -35,9 +35,8 @@ class Frame(NamedTuple):
 
     page: int
     component: str
-    slot: int
     items: tuple[Item, ...]
-    """One object per rank."""
+    """One object per rank; offsets count from where the page's host slot begins."""
 
     @property
     def key(self) -> str:
@@ -46,6 +45,10 @@ class Frame(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(item.nbytes for item in self.items)
+
+    def at(self, offset: int) -> Iterator[Item]:
+        """Its objects when the host slot begins at `offset` in the slab."""
+        return (Item(item.key, offset + item.offset, item.nbytes) for item in self.items)
 
 
 @dataclass(eq=False)
@@ -165,7 +168,7 @@ class StorageWriter:
         """How many of the batch, from its start, need no further try."""
         index = due.model.index
         cursor = index.match(due.namespace, due.tokens).cursor
-        live = self._still_due(due.model, cursor, batch)
+        live, offsets = self._still_due(due.model, cursor, batch)
         self._counters.storage_write_skipped_pages += len(batch) - len(live)
         if not live:
             return len(batch)
@@ -174,7 +177,7 @@ class StorageWriter:
             by_component.setdefault(frame.component, []).append(frame.page)
         pages = {name: np.array(found, dtype=np.int32) for name, found in by_component.items()}
         receipt = index.pin_pages(cursor, pages, tier=HOST)
-        items = [item for frame in live for item in frame.items]
+        items = [item for frame, offset in zip(live, offsets, strict=True) for item in frame.at(offset)]
         moving = asyncio.ensure_future(self._member.move("write", items, self._settings.storage_timeout_s))
         moving.add_done_callback(
             lambda moved: moved.result().settled.add_done_callback(lambda _: index.unpin(receipt))
@@ -200,17 +203,20 @@ class StorageWriter:
                 due.model.index.mark_stored(cursor, name, pages[pages < cursor.boundary])
 
     @staticmethod
-    def _still_due(model: Model, cursor: Cursor, batch: Sequence[Frame]) -> list[Frame]:
-        """The batch's frames that still stand in the same host slots."""
+    def _still_due(model: Model, cursor: Cursor, batch: Sequence[Frame]) -> tuple[list[Frame], list[int]]:
+        """The batch's frames that are in host memory still, and where their slots begin now: frames move
+        while they wait."""
         slots = {
             name: model.index.slots(cursor, name, HOST, 0, cursor.boundary)
             for name in {frame.component for frame in batch}
         }
-        return [
+        live = [
             frame
             for frame in batch
-            if frame.page < cursor.boundary and slots[frame.component][frame.page] == frame.slot
+            if frame.page < cursor.boundary and slots[frame.component][frame.page] != NO_SLOT
         ]
+        arenas = {name: model.shelves[name].arena for name in slots}
+        return live, [int(arenas[one.component].offsets(slots[one.component][[one.page]])[0]) for one in live]
 
 
 def due_frames(model: Model, namespace: Namespace, tokens: TokenArray, prefix: str) -> list[Frame]:
@@ -223,11 +229,8 @@ def due_frames(model: Model, namespace: Namespace, tokens: TokenArray, prefix: s
         ready = index.residency(cursor, name, HOST, 0, cursor.boundary) == Residency.READY
         stored = index.residency(cursor, name, STORAGE, 0, cursor.boundary) == Residency.READY
         pages = np.flatnonzero(ready & ~stored)
-        slots = index.slots(cursor, name, HOST, 0, cursor.boundary)[pages]
-        offsets = shelf.arena.offsets(slots)
-        for page, slot, offset in zip(pages.tolist(), slots.tolist(), offsets.tolist(), strict=True):
-            items = shelf.items(prefix, model.ranks, hashes[page].tobytes(), offset)
-            frames.append(Frame(page, name, slot, items))
+        for page in pages.tolist():
+            frames.append(Frame(page, name, shelf.items(prefix, model.ranks, hashes[page].tobytes(), 0)))
     frames.sort(key=lambda frame: frame.page)
     return frames
 

@@ -281,6 +281,40 @@ class HostArena:
         slots: SlotArray = np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int32)
         return slots
 
+    def emptiest(self) -> list[int]:
+        """The extents of this arena, fewest frames first, when its free slots elsewhere can hold all frames
+        of one; else none."""
+        if self._n_free < max(1, self.slots_per_extent):
+            return []
+        mine = np.flatnonzero(self._n_used)
+        emptiest: list[int] = mine[np.argsort(self._n_used[mine], kind="stable")].tolist()
+        return emptiest
+
+    def slots_in(self, extent: int) -> SlotArray:
+        """Slots in use in an extent, ascending."""
+        start = extent * self.slots_per_extent
+        used = np.flatnonzero(self._used[start : start + self.slots_per_extent]) + start
+        return used.astype(np.int32)
+
+    def alloc_beside(self, extent: int, n_slots: int) -> SlotArray:
+        """`n_slots` slots in this arena's other extents, the fullest first; there must be as many."""
+        others = [one for one in self._open if one != extent]
+        others.sort(key=lambda one: -self._n_used[one])
+        parts: list[NDArray[np.int64]] = []
+        wanted = n_slots
+        for one in others:
+            start = one * self.slots_per_extent
+            free = np.flatnonzero(~self._used[start : start + self.slots_per_extent])[:wanted] + start
+            self._used[free] = True
+            self._n_used[one] += len(free)
+            parts.append(free)
+            wanted -= len(free)
+        assert not wanted, "the emptiest extent's frames fit into the others"
+        self._n_free -= n_slots
+        self._open = sorted(one for one in self._open if self._n_used[one] < self.slots_per_extent)
+        slots: SlotArray = np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int32)
+        return slots
+
     def _occupy(self, extent: int, slots: NDArray[np.int64]) -> None:
         self._used[slots] = True
         self._n_used[extent] += len(slots)
@@ -346,6 +380,11 @@ class HostArena:
     def obtainable(self) -> int:
         """Slots that `alloc` could give now."""
         return self._n_free + len(self._extents.free) * self.slots_per_extent
+
+    @property
+    def free_slots(self) -> int:
+        """Free slots in the extents that this arena has."""
+        return self._n_free
 
     @property
     def used_bytes(self) -> int:

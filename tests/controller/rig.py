@@ -169,9 +169,10 @@ class Rig:
         *,
         storage: WorkerSpec | None = None,
         capacity_bytes: int = 4 * MIB,
+        extent_bytes: int | None = None,
         settings: ControllerSettings | None = None,
     ) -> HybridCacheController:
-        slab = HostSlab(capacity_bytes)
+        slab = HostSlab(capacity_bytes, extent_bytes=extent_bytes)
         self._stack.callback(slab.close)
         scheduler = TransferScheduler(CpuCopyEngine(), threads=2)
         self._stack.callback(scheduler.close)

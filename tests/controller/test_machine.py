@@ -44,6 +44,7 @@ class ControllerMachine(RuleBasedStateMachine):
     flush or restart; host memory is large enough that nothing is evicted."""
 
     capacity_bytes = 8 << 20
+    extent_bytes: int | None = None
     exact = True
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class ControllerMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.copies = ScriptedCopies()
-        self.slab = HostSlab(self.capacity_bytes)
+        self.slab = HostSlab(self.capacity_bytes, extent_bytes=self.extent_bytes)
         self.scheduler = TransferScheduler(self.copies, threads=2)
         self.tier = ScriptedTier(self.slab)
         self.acked: dict[str, set[bytes]] = {name: set() for name in ("full", "swa", "mamba")}
@@ -288,9 +289,10 @@ class ControllerMachine(RuleBasedStateMachine):
 
 class TightMachine(ControllerMachine):
     """The same with so little host memory that everything is evicted all the time: boundaries are whatever
-    they are, but bytes are right and nothing leaks."""
+    they are, but bytes are right and nothing leaks, though frames move among extents of four or eight."""
 
     capacity_bytes = 16 << 10
+    extent_bytes = 2 << 10
     exact = False
 
 

@@ -184,7 +184,7 @@ async def test_frames_that_do_not_fit_leave_a_usable_prefix(rig: Rig) -> None:
 async def test_leased_pages_cannot_be_evicted_and_expire_by_themselves(rig: Rig) -> None:
     """SESSION-09: a lookup that is never followed by a load does not pin for ever."""
     settings = ControllerSettings(lease_s=0.2)
-    controller = await rig.controller(capacity_bytes=32 << 10, settings=settings)
+    controller = await rig.controller(capacity_bytes=24 << 10, settings=settings)
     engine = TaggedEngine(controller)
     tokens, other = prompt(16, 40), prompt(17, 200)
     await engine.backup(tokens, engine.all_pages(tokens))

@@ -129,7 +129,7 @@ async def test_an_idle_session_is_evicted_after_what_nobody_counts_on(engine: Ta
 
     for gone, expected in ((10, [10, 0, 10]), (10, [10, 0, 0]), (10, [0, 0, 0])):
         model = model_of(engine)
-        engine.controller._host.give_back(model, index.evict("full", HOST, gone).freed)
+        model.give_back(index.evict("full", HOST, gone).freed)
         cursors = [index.match(engine.namespace(), tokens) for tokens in (a, b, c)]
         assert [match.boundaries[HOST] for match in cursors] == expected
 
