@@ -89,8 +89,9 @@ async def test_a_pin_beyond_its_budget_is_granted_in_part_and_says_so(rig: Opera
     longer = np.concatenate([A, prompt(3, 40)])
     more = (await rig.admin.PinPrefix(pin_of(longer))).retained
     assert (more.kept_pages, more.asked_pages, more.reason) == (4, 20, "not_in_host_memory")
+    again = (await rig.admin.PinPrefix(pin_of(A))).retained
     listed = (await rig.admin.Status(pb.StatusRequest())).retained
-    assert [one.pin_id for one in listed] == [more.pin_id]  # the same prefix again replaces the first
+    assert [one.pin_id for one in listed] == [more.pin_id, again.pin_id]  # the same again replaces the first
 
 
 async def test_all_pins_together_stay_within_the_configured_share(short_path: str) -> None:
