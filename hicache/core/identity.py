@@ -65,6 +65,17 @@ def page_hashes(previous: bytes, tokens: TokenArray, page_size: int) -> HashArra
     return np.frombuffer(bytes(out), dtype=np.uint8).reshape(n_pages, HASH_BYTES)
 
 
+def media_tokens(digest: bytes, n_tokens: int) -> TokenArray:
+    """Token ids to put in the place of an image's (or other medium's) placeholders, so that prompts with
+    other media are other prompts. They follow from the whole digest (a collision-resistant one of what the
+    model sees), are negative and so never meet a vocabulary's, and carry 31 bits each."""
+    stream = b"".join(
+        hashlib.sha256(framed(b"hicache media 1", digest, struct.pack("<Q", block))).digest()
+        for block in range(-(-n_tokens // 8))
+    )
+    return np.frombuffer(stream, dtype="<i4")[:n_tokens] | np.int32(-(2**31))
+
+
 def storage_key(prefix: str, component: str, rank: int, ranks: int, page_hash: bytes) -> str:
     """The storage key of one frame: `prefix/component/rank-of-n/hash`, the hash in lower-case hex."""
     return f"{prefix}/{component}/{rank}-of-{ranks}/{page_hash.hex()}"

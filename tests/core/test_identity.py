@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.core import structure
 from hicache.core.coverage import WholePath
-from hicache.core.identity import Namespace, framed, page_hashes, storage_key
+from hicache.core.identity import HASH_BYTES, Namespace, framed, media_tokens, page_hashes, storage_key
 from hicache.core.layout import ComponentSpec, Kind, Layout, Plane, Pool
-from hicache.core.words import Tier
+from hicache.core.words import HashArray, Tier, TokenArray
 
 from .rig import Rig
 
@@ -161,3 +162,55 @@ def test_two_tenants_share_nothing_in_any_tier(rigs: list[Rig]) -> None:
     assert rig.boundary("abcd", salt="t1") == 4
     assert rig.boundary("abcd", salt="t2") == 0
     assert rig.boundary("abcd") == 0
+
+
+def test_other_media_are_another_prompt_from_the_first_page_they_touch(rigs: list[Rig]) -> None:
+    """KEY-06: the boundary stops before the first page that overlaps the picture; digests that agree in
+    all but the first byte differ all the same; text before the picture is shared."""
+    rig = Rig({"full": WholePath()}, page_size=4)
+    rigs.append(rig)
+    digests = [bytes([n]) + bytes(31) for n in range(200)]
+
+    def prompt(digest: bytes) -> TokenArray:
+        """Six tokens of text, a picture of nine, text again."""
+        return np.concatenate(
+            [np.arange(6, dtype=np.int32), media_tokens(digest, 9), np.arange(9, dtype=np.int32)]
+        )
+
+    for n, digest in enumerate(digests):
+        slots = rig.pools["full", Tier.DEVICE].alloc(6)
+        assert slots is not None
+        assert rig.index.match(rig.namespace(), prompt(digest)).n_pages == (1 if n else 0)
+        done = rig.index.insert(rig.namespace(), prompt(digest), {"full": slots}, tier=Tier.DEVICE)
+        rig.free(done.redundant, Tier.DEVICE)
+    assert all(rig.index.match(rig.namespace(), prompt(digest)).n_pages == 6 for digest in digests)
+    assert (media_tokens(digests[0], 9) < 0).all()
+    assert np.array_equal(media_tokens(digests[0], 20)[:9], media_tokens(digests[0], 9))
+    assert len(media_tokens(b"", 0)) == 0
+
+
+def test_a_match_compares_tokens_and_no_digest(rigs: list[Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """KEY-07: with a hash under which all pages collide, a thousand prompts are told apart as before."""
+
+    def colliding(previous: bytes, tokens: TokenArray, page_size: int) -> HashArray:
+        return np.zeros((len(tokens) // page_size, HASH_BYTES), dtype=np.uint8)
+
+    monkeypatch.setattr(structure, "page_hashes", colliding)
+    rig = Rig({"full": WholePath()}, page_size=2, n_slots=8000)
+    rigs.append(rig)
+    rng = np.random.default_rng(7)
+    prompts = rng.integers(0, 4, size=(1000, 12), dtype=np.int32)
+    owner: dict[bytes, int] = {}
+    for prompt in prompts:
+        slots = rig.pools["full", Tier.DEVICE].alloc(6)
+        assert slots is not None
+        done = rig.index.insert(rig.namespace(), prompt, {"full": slots}, tier=Tier.DEVICE)
+        rig.index.hashes(done.cursor, 0, 6)
+        rig.free(done.redundant, Tier.DEVICE)
+        for page, slot in enumerate(done.canonical["full"].tolist()):
+            assert owner.setdefault(prompt[: 2 * page + 2].tobytes(), slot) == slot
+    assert len(set(owner.values())) == len(owner)
+    for prompt in prompts:
+        cursor = rig.index.match(rig.namespace(), prompt).cursor
+        found = rig.index.slots(cursor, "full", Tier.DEVICE, 0, 6).tolist()
+        assert found == [owner[prompt[: 2 * page + 2].tobytes()] for page in range(6)]

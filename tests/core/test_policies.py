@@ -126,3 +126,15 @@ def test_branching_boundaries_lie_on_the_interval(rigs: list[Rig], interval: int
     rigs.append(rig)
     rig.insert("abcdefghij", mamba=[9])
     assert rig.index.match(rig.namespace(), rig.tokens("abcdefgXY")).branching_boundary == expected
+
+
+def test_what_is_asked_is_what_goes_whatever_the_sizes(full: Rig) -> None:
+    """SESSION-08: prompts of one and of fifty pages; ten asked, ten freed, not one more."""
+    long = "".join(chr(0x4E00 + n) for n in range(50))
+    full.insert("a")
+    full.insert(long)
+    full.insert("b")
+    for left in (41, 31, 21):
+        assert full.evict("full", 10) == (10, 0)
+        assert full.boundary(long) == left
+    assert (full.boundary("a"), full.boundary("b")) == (0, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -254,3 +256,27 @@ def test_a_prompt_may_be_what_follows_a_cursor(full: Rig) -> None:
     full.evict("full", 4)
     with pytest.raises(StaleCursor):
         full.index.match(full.namespace(), full.tokens("e"), after=cursor)
+
+
+def test_counts_equal_a_recount_after_every_step() -> None:
+    """TREE-07: page 16, two thousand inserts of odd lengths; matches, pins, unpins, evictions between."""
+    rig, rng = Rig({"full": WholePath()}, page_size=16), random.Random(3)
+    receipts = []
+    for step in range(2000):
+        pages = "".join(rng.choice("ab") for _ in range(rng.randrange(7)))
+        rig.insert(pages, tail=rng.randrange(16))
+        match = rig.index.match(rig.namespace(), rig.tokens(pages))
+        if rng.random() < 0.3:
+            receipts.append(rig.index.pin(match.cursor, match.boundaries[DEVICE], tier=DEVICE))
+        if receipts and rng.random() < 0.4:
+            rig.index.unpin(receipts.pop(rng.randrange(len(receipts))))
+        if rng.random() < 0.5:
+            rig.evict("full", rng.randrange(1, 6))
+        assert rig.index.resident("full", DEVICE) == rig.used("full")
+        if step % 20 == 0:
+            rig.check()
+    for receipt in receipts:
+        rig.index.unpin(receipt)
+    rig.evict("full", 10_000)
+    assert rig.index.resident("full", DEVICE) == rig.used("full") == 0
+    rig.check()
