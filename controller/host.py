@@ -60,8 +60,9 @@ class HostMemory:
         self._events = events
         self._ticks = Ticks()
         self._models: dict[tuple[str, str, bytes, int], Model] = {}
-        self.yield_retained: Callable[[Model | None], bool] = lambda _: False
-        """Ends one retention (of this model) so that its pages can go; False when there is none."""
+        self.yield_retained: Callable[[Model | None, str | None], bool] = lambda _model, _salt: False
+        """Ends one retention (of this model, of this tenant) so that its pages can go; False when there is
+        none."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -99,12 +100,14 @@ class HostMemory:
         wanted = Holding(model, model.shelves[component])
         arena = wanted.shelf.arena
         n_within = self._within_quota(wanted, n_pages, salt)
+        while n_within < min(n_pages, self._quota_pages(wanted, salt)) and self.yield_retained(None, salt):
+            n_within = self._within_quota(wanted, n_pages, salt)
         self._make_room(wanted, n_within, EXTENTS_TRIED)
-        while n_within > arena.obtainable() and self.yield_retained(model):
+        while n_within > arena.obtainable() and self.yield_retained(model, None):
             self._make_room(wanted, n_within, EXTENTS_TRIED)
         if n_within and not arena.obtainable():
             self._make_room(wanted, 1, self._slab.n_extents)
-            while not arena.obtainable() and self.yield_retained(None):
+            while not arena.obtainable() and self.yield_retained(None, None):
                 self._make_room(wanted, 1, self._slab.n_extents)
         slots = arena.alloc(min(n_within, arena.obtainable()))
         assert slots is not None, "an arena gives what it says is obtainable"
@@ -178,6 +181,11 @@ class HostMemory:
                 return True
             stuck.add(shelf)
         return False
+
+    def _quota_pages(self, wanted: Holding, salt: str) -> int:
+        """The most that the tenant could have; without a quota, no bound."""
+        quota = self._shares.quotas_bytes.get(salt, self.capacity_bytes)
+        return quota // wanted.shelf.slot_bytes
 
     def _within_quota(self, wanted: Holding, n_pages: int, salt: str) -> int:
         """How many of the pages the tenant may have, after it has given up its own coldest."""

@@ -128,10 +128,14 @@ class Retention:
             self._counters.retained_expired += 1
             self._end(kept)
 
-    def give_way(self, model: Model | None) -> bool:
-        """Running work needs room: end the least recently hit retention (of this model, if one is given).
-        False when there is none."""
-        candidates = [one for one in self._kept.values() if model is None or one.model is model]
+    def give_way(self, model: Model | None, salt: str | None) -> bool:
+        """Running work needs room: end the least recently hit retention (of this model and this tenant, as
+        far as they are given). False when there is none."""
+        candidates = [
+            one
+            for one in self._kept.values()
+            if model in (None, one.model) and salt in (None, one.namespace.salt)
+        ]
         if not candidates:
             return False
         self._counters.retained_gave_way += 1

@@ -20,7 +20,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
-from controller.settings import ControllerSettings
+from controller.settings import ControllerSettings, HostShares
 from storage_backends.specs import BackendSpec, FileSpec, Spec
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -66,6 +66,15 @@ class Server(Section, frozen=True, kw_only=True):
     """Longest time that running calls and transfers get when the daemon is asked to stop."""
 
 
+class Quota(Section, frozen=True, kw_only=True):
+    """The most that one tenant may have of host memory."""
+
+    salt: str
+    """The tenant, as its prompts name it; empty for prompts without a salt."""
+    capacity: Annotated[int, Meta(ge=1, le=64 * TIB)]
+    """Bytes of frames; at most the host's capacity. Beyond it the tenant's own coldest pages make room."""
+
+
 class Host(Section, frozen=True, kw_only=True):
     """Host memory, the second tier."""
 
@@ -78,6 +87,10 @@ class Host(Section, frozen=True, kw_only=True):
     """How long a lookup's pages stay pinned when the engine neither loads nor releases them."""
     retain_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.5
     """Largest part of host memory that prefixes pinned by an operator may hold, all together."""
+    floors: dict[str, Annotated[float, Meta(gt=0, lt=1)]] = {}
+    """By component: the part of host memory that other components never take from it. Together below 1."""
+    quotas: tuple[Quota, ...] = ()
+    """Tenants with a bound; the others share what there is."""
 
 
 class Transfers(Section, frozen=True, kw_only=True):
@@ -186,6 +199,10 @@ class Config(Section, frozen=True, kw_only=True):
         """The part that the controller needs, in its own type."""
         settings = ControllerSettings(
             lease_s=self.host.lease_s,
+            host_shares=HostShares(
+                floors=self.host.floors,
+                quotas_bytes={quota.salt: quota.capacity for quota in self.host.quotas},
+            ),
             retain_share=self.host.retain_share,
             events_pages=self.events.keep_pages,
             copy_timeout_s=self.transfers.timeout_s,
@@ -387,6 +404,7 @@ def _checked(config: Config) -> Config:
         )
     if server.tcp is not None:
         _check_loopback(server.tcp)
+    _check_shares(config.host)
     if storage is not None:
         tiers = tuple(_checked_tier(one, f"storage.tiers[{i}]") for i, one in enumerate(storage.tiers))
         for i, one in enumerate(tiers):
@@ -406,6 +424,21 @@ def _checked(config: Config) -> Config:
             "raise the maximum or lower the base"
         )
     return msgspec.structs.replace(config, server=server, storage=storage)
+
+
+def _check_shares(host: Host) -> None:
+    if sum(host.floors.values()) >= 1:
+        raise ConfigError(
+            f"host.floors: together {sum(host.floors.values()):g}; leave some for need, below 1"
+        )
+    for i, quota in enumerate(host.quotas):
+        if any(quota.salt == other.salt for other in host.quotas[:i]):
+            raise ConfigError(f"host.quotas[{i}].salt: {quota.salt!r} is named twice; one quota a tenant")
+        if quota.capacity > host.capacity:
+            raise ConfigError(
+                f"host.quotas[{i}].capacity: {format_size(quota.capacity)} is above host.capacity "
+                f"({format_size(host.capacity)}); lower it, or leave the tenant out"
+            )
 
 
 def _checked_tier(tier: TierEntry, path: str) -> TierEntry:

@@ -92,6 +92,16 @@ def test_an_unknown_key_is_refused_with_its_path(text: str, path: str, remedy: s
         ("host: {lease_s: .nan}", "host.lease_s"),
         ("host: {lease_s: .inf}", "host.lease_s"),
         ("host: {lease_s: ten}", "host.lease_s"),
+        ("host: {floors: {a: 0}}", "host.floors"),
+        ("host: {floors: {a: .nan}}", "host.floors"),
+        ("host: {floors: {a: 0.5, b: 0.5}}", "host.floors"),
+        ("host: {quotas: [{salt: a, capacity: -1}]}", "host.quotas[0].capacity"),
+        ("host: {quotas: [{salt: a, capacity: .nan}]}", "host.quotas[0].capacity"),
+        ("host: {quotas: [{salt: a, capacity: lots}]}", "host.quotas[0].capacity"),
+        ("host: {quotas: [{salt: a, capacity: 5GiB}]}", "host.quotas[0].capacity"),
+        ("host: {quotas: [{capacity: 1GiB}]}", "host.quotas[0].salt"),
+        ("host: {quotas: [{salt: a, capacity: 1}, {salt: a, capacity: 1}]}", "host.quotas[1].salt"),
+        ("host: {quotas: [{salt: a, cap: 1}]}", "host.quotas[0].cap"),
         ("server: {socket: ''}", "server.socket"),
         ("server: {socket: run/x.sock}", "server.socket"),
         (f"server: {{socket: /{'x' * 120}}}", "server.socket"),
@@ -110,7 +120,8 @@ def test_an_unknown_key_is_refused_with_its_path(text: str, path: str, remedy: s
     ],
 )
 def test_a_wrong_value_is_refused_with_its_path(text: str, path: str) -> None:
-    """CONFIG-01: a wrong kind, an empty address and a negative size are refused at load."""
+    """CONFIG-01: a wrong kind, an empty address and a negative size are refused at load. SESSION-10: so are
+    NaN, negative and unknown quotas."""
     assert complaint(text).startswith(path)
 
 
@@ -239,7 +250,8 @@ def test_controller_settings_default_to_the_controllers_own() -> None:
 
 def test_every_controller_setting_can_be_configured() -> None:
     text = """
-    host: {lease_s: 1, retain_share: 0.1}
+    host:
+        {lease_s: 1, retain_share: 0.1, floors: {a: 0.2}, quotas: [{salt: t, capacity: 1MiB}]}
     transfers: {timeout_s: 2}
     storage:
         {tiers: [{backend: {kind: memory}}], prefix: p, timeout_s: 3, batch_bytes: 1MiB,

@@ -16,10 +16,11 @@ from grpc import StatusCode
 from controller.daemon.cli import EX_FAILED, main
 from controller.daemon.port import NotReady
 from controller.models import HOST
+from controller.settings import HostShares
 from proto.v1 import hicache_pb2 as pb
 from tests.controller.rig import TaggedEngine, until
 from tests.daemon.operator_rig import OperatorRig, operator_rig
-from tests.live import LiveDaemon, LiveEngine
+from tests.live import LiveDaemon, LiveEngine, wait_until
 from tests.tagged import make_layout, prompt
 
 A = prompt(1, 40)
@@ -150,6 +151,28 @@ async def test_running_work_takes_the_room_of_pins_when_nothing_else_is_left(sho
         left = [one.pin_id for one in rig.controller.retention.status()]
         assert left == pinned[counters.retained_gave_way :]  # oldest hit first
         assert len(left) < 20
+
+
+async def test_a_tenants_pins_give_way_to_its_own_work_at_its_quota(short_path: str) -> None:
+    """SESSION-07, SESSION-10: retention does not make a tenant's running work fail; others' pins stay."""
+    shares = HostShares(quotas_bytes={"t": 64 << 10})
+    async with operator_rig(f"{short_path}/s", host_shares=shares, retain_share=0.9) as rig:
+        engine = rig.engine()
+        for salt in ("t", "other"):
+            for seed in range(5):
+                await stored(engine, prompt(seed, 40), salt=salt)
+                assert (await rig.admin.PinPrefix(pin_of(prompt(seed, 40), salt=salt))).retained.pin_id
+        for seed in range(100, 120):
+            tokens = prompt(seed, 40)
+            outcomes = (await engine.backup(tokens, engine.all_pages(tokens), "t")).values()
+            assert [outcome.refused_pages for outcome in outcomes] == [0, 0, 0]
+            assert engine.lookup(tokens, "t").boundary == 10  # a lease: running work that holds its room
+            if rig.controller.counters.retained_gave_way >= 2:
+                break
+        assert rig.controller.counters.retained_gave_way >= 2
+        kept = [one.namespace.salt for one in rig.controller.retention._kept.values()]
+        assert kept.count("other") == 5
+        assert rig.controller._host.tenant_bytes("t") <= 64 << 10
 
 
 async def test_unpin_ends_a_pin_once(rig: OperatorRig) -> None:
@@ -319,6 +342,8 @@ def test_an_operators_day(short_path: str) -> None:
     try:
         engine.serve("r1", A)
         engine.settle()
+        wait_until(lambda: daemon.counter("storage_written_pages") == 21, "writes")
+        wait_until(lambda: not any(pool.pinned_pages for pool in daemon.status().pools), "unpinned pages")
         ids = " ".join(map(str, A.tolist()))
         pinned = hicache(daemon, "pin", "--engine", "engine", "--for", "60", ids)
         assert pinned.output == "pin-1: 10 of 10 pages kept\n"
