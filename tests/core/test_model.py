@@ -333,6 +333,31 @@ class IndexMachine(RuleBasedStateMachine):
         assert (done.n_freed, done.short) == (count, n - count)
         self.free(done.freed, tier)
 
+    @rule(salt=st.sampled_from(SALTS), pages=prompts, pick=st.integers(0, 1000), at_most=st.integers(0, 5))
+    def thin(self, salt: str, pages: str, pick: int, at_most: int) -> None:
+        """Never the frontier, a fork or what is pinned; the others in order, no more than needed."""
+        name, tier = self.names[pick % len(self.names)], self.tiers[pick % len(self.tiers)]
+        if self.oracle.coverage[name].whole_path:
+            return
+        cursor, lane = self.place(salt, pages), (name, tier)
+        before = {c: dict(self.oracle.ready[c, tier]) for c in self.names}
+        path = [p for p in prefixes((salt, pages[: cursor.boundary])) if p in before[name]]
+        known, dead = self.oracle.known(), self.oracle.dead()
+        forks = [p for p in path if sum((p[0], p[1] + letter) in known for letter in "ab") > 1]
+        free = {p for p in path[:-1] if p not in forks and p not in self.oracle.pins[lane]}
+        done = self.index.thin(cursor, name, tier, at_most)
+        went = self.gone(before, tier)
+        assert set(went) <= {name}
+        gone = went.get(name, set())
+        assert gone <= free
+        assert len(gone) == done.n_freed == min(len(free), max(0, len(path) - at_most))
+        assert done.short == max(0, len(path) - at_most) - len(gone)
+        keys = {p: self.oracle.key(lane, p, dead) for p in free}
+        assert max([keys[p] for p in gone], default=(0,)) <= min([keys[p] for p in free - gone], default=(9,))
+        for p in gone:
+            del self.oracle.ready[lane][p]
+        self.free(done.freed, tier)
+
     @rule(pick=st.integers(0, 9))
     def drop(self, pick: int) -> None:
         """What is left is what may not be evicted one by one either."""
