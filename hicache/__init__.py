@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hicache.cache import Request, UnifiedRadixCache, WritePolicy
+    from hicache.cache import Request, SwitchRefused, UnifiedRadixCache, WritePolicy, WriteRules
     from hicache.client import Client, PrefetchPolicy, RankPlace, SharedRegion
     from hicache.core.layout import ComponentSpec, Kind, Layout, LayoutError, Plane, Pool
 
@@ -25,12 +25,14 @@ __all__ = [
     "RankPlace",
     "Request",
     "SharedRegion",
+    "SwitchRefused",
     "UnifiedRadixCache",
     "WritePolicy",
+    "WriteRules",
 ]
 
 _HOMES = {
-    "hicache.cache": ("Request", "UnifiedRadixCache", "WritePolicy"),
+    "hicache.cache": ("Request", "SwitchRefused", "UnifiedRadixCache", "WritePolicy", "WriteRules"),
     "hicache.client": ("Client", "PrefetchPolicy", "RankPlace", "SharedRegion"),
     "hicache.core.layout": ("ComponentSpec", "Kind", "Layout", "LayoutError", "Plane", "Pool"),
 }

@@ -3,6 +3,15 @@
 from hicache.cache.cache import UnifiedRadixCache
 from hicache.cache.counters import Counters
 from hicache.cache.lower import LowerTiers
-from hicache.cache.requests import Request, WritePolicy
+from hicache.cache.requests import Request
+from hicache.cache.writing import SwitchRefused, WritePolicy, WriteRules
 
-__all__ = ["Counters", "LowerTiers", "Request", "UnifiedRadixCache", "WritePolicy"]
+__all__ = [
+    "Counters",
+    "LowerTiers",
+    "Request",
+    "SwitchRefused",
+    "UnifiedRadixCache",
+    "WritePolicy",
+    "WriteRules",
+]

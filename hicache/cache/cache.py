@@ -13,13 +13,14 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from hicache.cache.backups import WriteThrough
+from hicache.cache.backups import Backups
 from hicache.cache.counters import Counters
 from hicache.cache.l1 import L1
 from hicache.cache.ledger import Copy, Owner
 from hicache.cache.loads import NOTHING, LoadBack, Reach
 from hicache.cache.lower import LowerTiers
-from hicache.cache.requests import Queued, Request, WritePolicy
+from hicache.cache.requests import Queued, Request
+from hicache.cache.writing import WritePolicy, WriteRules, Writing
 from hicache.client.messages import Placement, PrefetchPolicy, Prompt
 from hicache.core.audit import audit
 from hicache.core.coverage import Checkpoint
@@ -39,7 +40,8 @@ class UnifiedRadixCache:
 
     `client`: None for L1 only. `copy_slot`: needed where requests have private slots. `max_backup_share`:
     part of each component's slots that backups may keep pinned. `prefetch_wait_s`: longest time that
-    `begin` waits for the request's prefetch. Raises LayoutError for components that make no sense.
+    `begin` waits for the request's prefetch. `writing` (None without a client) has the write policy, and
+    changes it. Raises LayoutError for components that make no sense.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class UnifiedRadixCache:
         client: LowerTiers | None = None,
         copy_slot: CopySlot | None = None,
         write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        write_rules: WriteRules = WriteRules(),  # noqa: B008 - frozen
         lookup_timeout_s: float = 0.05,
         load_timeout_s: float = 2.0,
         prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT,
@@ -71,13 +74,14 @@ class UnifiedRadixCache:
         self._queued: dict[str, Queued] = {}
         self._live: list[Request] = []
         self._loads: LoadBack | None = None
-        self._backups: WriteThrough | None = None
+        self._backups: Backups | None = None
+        self.writing: Writing | None = None
         if client is not None:
             self._loads = LoadBack(
                 self._l1, client, lookup_timeout_s=lookup_timeout_s, load_timeout_s=load_timeout_s
             )
-            if write_policy is WritePolicy.WRITE_THROUGH:
-                self._backups = WriteThrough(self._l1, client, max_share=max_backup_share)
+            self._backups = Backups(self._l1, client, max_share=max_backup_share)
+            self.writing = Writing(self._l1, self._backups, write_policy, write_rules)
 
     # ---- slots ----
 
@@ -373,6 +377,7 @@ class UnifiedRadixCache:
         if n_pages < request.n_pages or not np.array_equal(tokens[:known], request.tokens):
             raise ValueError("tokens: must begin with those that the request has in the cache already")
         offered = self._offered(request, n_pages, slots, donate=donate)
+        first_page, reused = request.n_pages, {} if request.inserted else request.slots.copy()
         inserted = self._index.insert(
             request.namespace,
             tokens,
@@ -392,11 +397,9 @@ class UnifiedRadixCache:
             self.counters.inserted_pages += int((given != NO_SLOT).sum()) - len(redundant)
             self.counters.redundant_pages += len(redundant)
         self._move_pin(request, tokens, inserted)
-        if self._backups is not None:
-            prompt = request.prompt
-            self._backups.offer(
-                request.namespace, Prompt(prompt.request_id, request.tokens, prompt.adapter, prompt.salt)
-            )
+        request.inserted = True
+        if self.writing is not None:
+            self.writing.inserted(request, reused, first_page, inserted.canonical)
         return inserted
 
     def _offered(

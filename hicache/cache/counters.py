@@ -59,6 +59,12 @@ class Counters:
     present_pages: int = 0
     """Offered, and already in host memory."""
     refused_pages: int = 0
+    backup_waits: int = 0
+    """Times that a call waited for a backup, because pages had to go (write-back)."""
+    dropped_refused_pages: int = 0
+    """Dropped without backup: they had to go, and the host had no room for them, or could not copy them."""
+    dropped_away_pages: int = 0
+    """Dropped without backup: they had to go while the daemon was away, or kept others waiting."""
 
     inserted_pages: int = 0
     """Of all components; redundant ones are not counted."""

@@ -36,6 +36,12 @@ class Copy(IntEnum):
     UNKNOWN = 0
     UNDERWAY = 1
     KNOWN = 2
+    REFUSED = 3
+    """None: it had to go, and its backup was tried in vain. It goes without."""
+    EXEMPT = 4
+    """None, and none is wanted: output, where only prompts are backed up."""
+    RETRY = 5
+    """None: it had to go, and the host did not have what comes before it. Worth one more try."""
 
 
 class SlotLedger:
@@ -46,6 +52,8 @@ class SlotLedger:
         self.pools: Mapping[str, SlotPool] = {name: SlotPool(size) for name, size in sizes.items()}
         self._owner = {name: np.zeros(size, np.uint8) for name, size in sizes.items()}
         self._copy = {name: np.zeros(size, np.uint8) for name, size in sizes.items()}
+        self._uses = {name: np.zeros(size, np.uint8) for name, size in sizes.items()}
+        self._user = {name: np.zeros(size, np.int64) for name, size in sizes.items()}
 
     def take(self, component: str, n: int, owner: Owner) -> SlotArray | None:
         """`n` free slots for `owner`, or None and nothing changed."""
@@ -67,6 +75,8 @@ class SlotLedger:
             self.pools[component].free(slots)
         self._owner[component][slots] = to
         self._copy[component][slots] = Copy.UNKNOWN
+        self._uses[component][slots] = 0
+        self._user[component][slots] = 0
 
     def check(self, component: str, slots: SlotArray, owner: Owner) -> None:
         """Raise ValueError unless all of `slots` (no -1 among them) are there once and `owner`'s."""
@@ -97,7 +107,33 @@ class SlotLedger:
         """All slots with that mark."""
         return np.flatnonzero(self._copy[component] == copy).astype(np.int32)
 
+    def dirty(self, component: str) -> SlotArray:
+        """All slots with a page that host memory is not known to have, and should."""
+        missing = np.isin(self._copy[component], (Copy.UNKNOWN, Copy.UNDERWAY, Copy.RETRY))
+        return np.flatnonzero(missing & (self._owner[component] == Owner.INDEX)).astype(np.int32)
+
+    def remark(self, component: str, slots: SlotArray, before: Copy, after: Copy) -> bool:
+        """Turn one mark into another, where it is; -1 entries are left out. Whether there was one."""
+        slots = slots[slots != NO_SLOT]
+        slots = slots[self._copy[component][slots] == before]
+        self._copy[component][slots] = after
+        return bool(len(slots))
+
+    def used(self, component: str, slots: SlotArray, request_id: str) -> None:
+        """A request uses these pages: counted once, however often it is said before another one does. -1
+        entries are left out. One byte and one word a slot, and forgotten with the page."""
+        user = hash(request_id) or 1
+        slots = slots[slots != NO_SLOT]
+        slots = slots[self._user[component][slots] != user]
+        self._user[component][slots] = user
+        uses = self._uses[component]
+        uses[slots] = np.minimum(uses[slots], 254) + 1
+
+    def uses(self, component: str, slots: SlotArray) -> NDArray[np.uint8]:
+        """How many requests have used each page since it came to L1; 255 for that or more."""
+        return self._uses[component][slots]
+
     def host_memory_lost(self) -> None:
         """Another daemon answers now: nothing is known to have a copy."""
         for copies in self._copy.values():
-            copies[copies == Copy.KNOWN] = Copy.UNKNOWN
+            copies[np.isin(copies, (Copy.KNOWN, Copy.REFUSED, Copy.RETRY))] = Copy.UNKNOWN

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from hicache.cache.lower import PrefetchUnderWay
 from hicache.client.messages import Prompt
@@ -12,14 +11,6 @@ from hicache.core.identity import Namespace
 from hicache.core.pins import Receipt
 from hicache.core.structure import Cursor
 from hicache.core.words import SlotArray, Tier, TokenArray
-
-
-class WritePolicy(Enum):
-    """When pages are backed up."""
-
-    NONE = "none"
-    WRITE_THROUGH = "write_through"
-    """As soon as they are inserted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,4 +50,6 @@ class Request:
     """The first `n_pages` pages, of which the slots are."""
     cursor: Cursor
     receipt: Receipt
+    inserted: bool = field(default=False)
+    """Whether it has inserted anything yet."""
     ended: bool = field(default=False)

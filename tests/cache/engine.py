@@ -6,12 +6,12 @@ import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
-from fake_lower import PAGE_TOKENS, FakeLower, fill, make_layout, make_memory, tag
+from fake_lower import PAGE_TOKENS, FakeLower, Key, fill, key, make_layout, make_memory, tag
 
-from hicache.cache import Request, UnifiedRadixCache
+from hicache.cache import Request, UnifiedRadixCache, WritePolicy, WriteRules
 from hicache.client import Placement, Prompt
 from hicache.core.coverage import Checkpoint
-from hicache.core.words import NO_SLOT, SlotArray, TokenArray
+from hicache.core.words import NO_SLOT, SlotArray, Tier, TokenArray
 
 
 def tokens_of(*pages: int, tail: int = 1) -> TokenArray:
@@ -33,7 +33,15 @@ class Running:
 class Engine:
     """Every call ends with `check`."""
 
-    def __init__(self, *, lower: bool = True, share: float = 1.0, **slots: int) -> None:
+    def __init__(
+        self,
+        *,
+        lower: bool = True,
+        share: float = 1.0,
+        policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        rules: WriteRules = WriteRules(),  # noqa: B008 - frozen
+        **slots: int,
+    ) -> None:
         layout = make_layout(**slots)
         self.memory = make_memory(layout)
         self.lower = FakeLower(layout, self.memory)
@@ -43,7 +51,11 @@ class Engine:
             client=self.lower if lower else None,
             copy_slot=self._copy_slot,
             max_backup_share=share,
+            write_policy=policy,
+            write_rules=rules,
         )
+        self.users: dict[Key, set[str]] = {}
+        """For every page that was ever computed: the requests that have used it, or more."""
         self.components = layout.index_components()
         self.running: list[Running] = []
         self.mine: dict[str, list[int]] = {name: [] for name in slots}
@@ -101,8 +113,16 @@ class Engine:
         table = {name: np.concatenate((running.table[name][:start], s)) for name, s in fresh.items()}
         self.cache.insert(request, running.prompt.tokens[: to * PAGE_TOKENS], table)
         running.table = {name: slots.copy() for name, slots in request.slots.items()}
+        self._note_users(running, fresh, start)
         self.check()
         return True
+
+    def _note_users(self, running: Running, fresh: dict[str, SlotArray], start: int) -> None:
+        for name, slots in fresh.items():
+            for page in range(running.request.n_pages):
+                place = key(running.prompt, name, page)
+                if place in self.users or (page >= start and slots[page - start] != NO_SLOT):
+                    self.users.setdefault(place, set()).add(running.prompt.request_id)
 
     def finish(self, running: Running) -> None:
         n_tokens = running.request.n_pages * PAGE_TOKENS
@@ -124,8 +144,10 @@ class Engine:
         return running
 
     def check(self) -> None:
-        """Nothing leaks, and every running request still reads what recomputation would have stored."""
+        """Nothing leaks, every running request still reads what recomputation would have stored, and the
+        write policy keeps its promise."""
         assert self.cache.audit() == []
+        self._check_policy()
         for transfer in self.lower.unsettled():
             for name, placement in transfer.placements.items():
                 used = self.cache.pools[name].used_slots()
@@ -143,6 +165,29 @@ class Engine:
                     assert np.array_equal(got, tag(running.prompt, component.name, page)), (
                         f"{component.name} page {page} of {running.prompt.request_id}: other bytes"
                     )
+
+    def _check_policy(self) -> None:
+        writing, counters = self.cache.writing, self.cache.counters
+        if writing is None:
+            return
+        if writing.policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            for place in self.lower.acknowledged:
+                assert len(self.users[place]) >= writing.rules.min_uses, "backed up too early"
+        if writing.policy is WritePolicy.WRITE_BACK and writing.rules.output:
+            gone = self.users.keys() - self.lower.acknowledged - self._in_l1()
+            dropped = counters.dropped_refused_pages + counters.dropped_away_pages
+            assert len(gone) <= dropped, "pages have gone without a copy, and it was not counted"
+
+    def _in_l1(self) -> set[Key]:
+        index, here = self.cache._index, set()
+        for end in index.leaves():
+            tokens = index.tokens(end)
+            prompt = Prompt("", tokens, end.namespace.adapter, end.namespace.salt)
+            for component in self.components:
+                slots = index.slots(end, component.name, Tier.DEVICE, 0, end.boundary)
+                pages = np.flatnonzero(slots != NO_SLOT).tolist()
+                here |= {key(prompt, component.name, page) for page in pages}
+        return here
 
     def _check_sources(self, prompt: Prompt, name: str, placement: Placement) -> None:
         """What a backup may still read is what was computed."""

@@ -136,6 +136,10 @@ class FakeLower:
         """What happens while the cache waits for a load."""
         self.on_backup: Callable[[FakeTransfer], None] = FakeTransfer.succeed
         """What happens as soon as a backup is asked for."""
+        self.room: dict[str, int] = {}
+        """Most frames of a component that the host takes; all that come where nothing is said."""
+        self.acknowledged: set[Key] = set()
+        """All that was ever said to be in host memory."""
         self.answer: Callable[[Found], Found | None] = lambda found: found
         self.leases: dict[str, dict[Key, NDArray[np.uint8]]] = {}
         self.found: list[Found] = []
@@ -191,27 +195,49 @@ class FakeLower:
         return transfer
 
     def start_backup(self, prompt: Prompt, placements: Mapping[str, Placement]) -> FakeTransfer:
-        """Reads its sources only when it ends."""
-        stored = dict.fromkeys(placements, 0)
+        """Reads its sources only when it ends. Takes no child without its parents; where room is short,
+        whole paths lose their tails and the others keep their deepest pages."""
+        outcome: dict[str, BackupOutcome] = {}
 
         def act() -> None:
-            for name, placement in placements.items():
-                for page, slot in zip(placement.pages.tolist(), placement.slots.tolist(), strict=True):
-                    place = key(prompt, name, page)
-                    if place not in self.host:
-                        self.host[place] = self.memory[name][slot].copy()
-                        stored[name] += 1
+            for component in sorted(self.components, key=lambda c: not c.coverage.whole_path):
+                if component.name in placements:
+                    outcome[component.name] = self._store(prompt, component, placements[component.name])
 
         def outcomes() -> Mapping[str, BackupOutcome]:
-            return {
-                name: BackupOutcome(stored[name], len(p.pages) - stored[name], 0, "")
-                for name, p in placements.items()
-            }
+            return outcome
 
         transfer = FakeTransfer("backup", prompt, placements, act, lambda: None, outcomes)
         self.backups.append(transfer)
         self.on_backup(transfer)
         return transfer
+
+    def _store(self, prompt: Prompt, component: Component, placement: Placement) -> BackupOutcome:
+        name = component.name
+        pages = dict(zip(placement.pages.tolist(), placement.slots.tolist(), strict=True))
+        new = [page for page in pages if key(prompt, name, page) not in self.host]
+        wholes = [c.name for c in self.components if c.coverage.whole_path]
+        here = [name] if component.coverage.whole_path else []
+
+        def stands(page: int) -> bool:
+            return all(
+                key(prompt, whole, n) in self.host or (whole in here and n in pages)
+                for whole in wholes
+                for n in range(page)
+            )
+
+        chained = [page for page in new if stands(page)]
+        reasons = {"chain_broken"} if len(chained) < len(new) else set()
+        room = self.room.get(name, 1 << 30) - sum(place[2] == name for place in self.host)
+        if len(chained) > room:
+            reasons.add("host_full")
+            room = max(0, room)
+            chained = chained[:room] if component.coverage.whole_path else chained[len(chained) - room :]
+        for page in chained:
+            self.host[key(prompt, name, page)] = self.memory[name][pages[page]].copy()
+        self.acknowledged |= {key(prompt, name, page) for page in pages} & self.host.keys()
+        n_present = len(pages) - len(new)
+        return BackupOutcome(len(chained), n_present, len(new) - len(chained), ",".join(sorted(reasons)))
 
     def prefetch(
         self,

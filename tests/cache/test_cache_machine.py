@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from hicache.cache import WritePolicy
 from hicache.client import Outcome
 
 PAGES = st.lists(st.integers(1, 2), max_size=6)
@@ -30,9 +31,12 @@ ENDS = st.sampled_from(
 class EngineLife(RuleBasedStateMachine):
     sizes: dict[str, int]
 
-    @initialize(share=st.sampled_from([0.25, 0.5, 1.0]))
-    def start(self, share: float) -> None:
-        self.engine = Engine(share=share, **self.sizes)
+    @initialize(
+        share=st.sampled_from([0.25, 0.5, 1.0]),
+        policy=st.sampled_from([*WritePolicy, WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH]),
+    )
+    def start(self, share: float, policy: WritePolicy) -> None:
+        self.engine = Engine(share=share, policy=policy, **self.sizes)
         self.lower = self.engine.lower
         self.queued: list[tuple[str, list[int], str]] = []
         self.named = 0
@@ -194,6 +198,10 @@ class EngineLife(RuleBasedStateMachine):
                 frame = self.lower.host.pop(place)
                 if store:
                     self.lower.stored[place] = frame
+
+    @rule(frames=st.integers(0, 12))
+    def have_so_much_room(self, frames: int) -> None:
+        self.lower.room = dict.fromkeys(self.sizes, frames)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

@@ -665,21 +665,9 @@ def test_refused_pages_are_offered_again_and_a_broken_chain_from_its_root() -> N
     engine = Engine(full=16)
     engine.serve(tokens_of(1, 2))
     engine.lower.host.clear()
-    refused: list[FakeTransfer] = []
-
-    def refuse_children(transfer: FakeTransfer) -> None:
-        if transfer.placements["full"].pages[0] > 0:
-            outcome = type(transfer.outcomes()["full"])(0, 0, 1, "chain_broken")
-            transfer.outcomes = lambda: {"full": outcome}
-            transfer.act = lambda: None
-            refused.append(transfer)
-        transfer.succeed()
-
-    engine.lower.on_backup = refuse_children
     engine.serve(tokens_of(1, 2, 3))
     engine.cache.poll()
     engine.cache.poll()
-    assert len(refused) == 1
     assert engine.lower.backups[-1].placements["full"].pages.tolist() == [0, 1, 2]
     assert engine.cache.counters.refused_pages == 1
 
