@@ -192,9 +192,9 @@ class HostMemory:
         quota = self._shares.quotas_bytes.get(salt)
         if quota is None or not n_pages:
             return n_pages
-        slot_bytes = wanted.shelf.slot_bytes
+        slot_bytes, pageless_bytes = wanted.shelf.slot_bytes, self._pageless_bytes()
         n_pages_at_most = min(n_pages, quota // slot_bytes)
-        over = self.tenant_bytes(salt) + n_pages_at_most * slot_bytes - quota
+        over = self.tenant_bytes(salt) + pageless_bytes + n_pages_at_most * slot_bytes - quota
         for model in sorted(self.models, key=lambda one: one is not wanted.model):
             if over <= 0:
                 break
@@ -203,8 +203,13 @@ class HostMemory:
             goal = max(over, quota // QUOTA_SLACK)
             self._evicted(model, model.index.reclaiming.evict_of(salt, HOST, goal, sizes))
             over -= had - model.tenant_bytes[salt]
-        within = max(0, quota - self.tenant_bytes(salt)) // slot_bytes
+        within = max(0, quota - self.tenant_bytes(salt) - pageless_bytes) // slot_bytes
         return min(n_pages, within)
+
+    def _pageless_bytes(self) -> int:
+        """Of slots that were taken and have no page yet: the asking tenant's, for its request's other
+        components, because nothing awaits between taking slots and giving them pages."""
+        return self.used_bytes - sum(sum(model.tenant_bytes.values()) for model in self.models)
 
     def _evicted(self, model: Model, eviction: Eviction) -> None:
         model.give_back(eviction.freed)

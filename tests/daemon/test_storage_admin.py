@@ -290,3 +290,40 @@ def test_tiers_come_and_go_under_a_real_engines_load(tmp_path: Path, short_path:
     assert not alive
     assert code == 0
     assert "internal_error" not in daemon.log.read_text()
+
+
+def test_tiers_in_the_file_are_asked_in_order_and_one_may_be_away(tmp_path: Path, short_path: str) -> None:
+    """CONFIG-01, L3 in trouble: a shared tier that cannot be opened is degraded, not fatal; the local one
+    serves a restarted daemon; when the other can be opened it is used, with nothing restarted."""
+    blocker = tmp_path / "blocker"
+    blocker.write_text("")
+    local = {"name": "local", "backend": {"kind": "file", "path": str(tmp_path / "local")}}
+    away = {"kind": "file", "path": str(blocker / "shared")}
+    tiers = [local, {"name": "shared", "backend": away, "required": False}]
+    daemon = LiveDaemon(Path(short_path), storage={"tiers": tiers})
+    layout, nbytes = make_layout({"full": 64, "swa": 64, "mamba": 16})
+    try:
+        assert [one.name for one in daemon.status().backends] == ["local", "shared"]
+        assert [one.healthy for one in daemon.status().backends] == [True, False]
+        assert any("storage shared" in problem for problem in daemon.status().problems)
+        engine = LiveEngine(daemon.address, layout, nbytes)
+        engine.serve("r1", TOKENS)
+        engine.settle()
+        wait_until(lambda: daemon.counter("storage_written_pages") == ALL, "writes")
+        engine.close()
+        assert daemon.stop() == 0
+        daemon.start()
+        engine = LiveEngine(daemon.address, layout, nbytes, "again")
+        request = engine.serve("r2", np.concatenate([TOKENS, prompt(5, 4)]))
+        assert request.boundary == 10
+        blocker.unlink()
+        wait_until(lambda: all(one.healthy for one in daemon.status().backends), "the shared tier")
+        engine.serve("r3", prompt(6, 40))
+        engine.settle()
+        wait_until(
+            lambda: (blocker / "shared").is_dir() and any((blocker / "shared").rglob("*")), "its writes"
+        )
+        engine.close()
+    finally:
+        daemon.stop()
+        daemon.close()
