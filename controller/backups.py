@@ -18,17 +18,19 @@ from controller.counters import Counters
 from controller.events import Reason
 from controller.groups import Engine, Group, Meeting
 from controller.host import HostMemory
-from controller.models import HOST, Fill, Model
+from controller.models import HOST, STORAGE, Fill, Model
 from controller.requests import EMPTY_PAGES, Backup, BackupOutcome, Busy, InvalidRequest, Placement
 from controller.sessions import SessionBook
+from controller.settings import ControllerSettings
 from controller.shelving import Shelving
+from controller.staging import let_go
 from controller.transfers.jobs import Job
 from controller.transfers.scheduler import Direction
 from hicache.core.identity import Namespace
 from hicache.core.pins import Receipt
+from hicache.core.structure import Cursor
 from hicache.core.words import BoolArray, PageArray, Residency, SlotArray, TokenArray
 
-HOST_FULL = "host_full"
 NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 
 
@@ -109,8 +111,12 @@ class Backups:
         copier: Copier,
         shelving: Shelving,
         sessions: SessionBook,
+        settings: ControllerSettings,
         counters: Counters,
     ) -> None:
+        self._settings = settings
+        self._full = "staging_full" if settings.staging else "host_full"
+        """Why there is no room: also the name of the counter."""
         self._host = host
         self._copier = copier
         self._shelving = shelving
@@ -178,16 +184,20 @@ class Backups:
         index = model.index
         n_pages = len(tokens) // model.page_size
         cursor = index.match(namespace, tokens).cursor
-        present = {name: model.held(cursor, name, n_pages) == Residency.READY for name in model.shelves}
+        held = {name: model.held(cursor, name, n_pages) == Residency.READY for name in model.shelves}
+        present = self._with_stored(model, cursor, held) if self._settings.staging else held
         plans = plan_backup(
             present, backup.components, {name: shelf.whole_path for name, shelf in model.shelves.items()}
         )
         chain = index.pin_pages(
-            cursor, {name: np.flatnonzero(held).astype(np.int32) for name, held in present.items()}, tier=HOST
+            cursor, {name: np.flatnonzero(row).astype(np.int32) for name, row in held.items()}, tier=HOST
         )
+        if self._settings.staging and not self._shelving.takes_writes:
+            for plan in plans.values():
+                plan.keep(np.zeros(len(plan.wanted), dtype=bool), "no_storage")
         try:
             targets = self._room(model, plans, backup.prompt.salt)
-            if self._landing and not final and any(plan.refused[HOST_FULL] for plan in plans.values()):
+            if self._landing and not final and any(plan.refused[self._full] for plan in plans.values()):
                 for name, slots in targets.items():
                     model.shelves[name].arena.free(slots)
                 index.unpin(chain)
@@ -201,6 +211,15 @@ class Backups:
             self._landing.add(fill.ended)
             fill.ended.add_done_callback(self._landing.discard)
         return Filling(plans, fill, chain)
+
+    @staticmethod
+    def _with_stored(model: Model, cursor: Cursor, held: Mapping[str, BoolArray]) -> dict[str, BoolArray]:
+        """What host memory holds or storage is known to hold."""
+        known = cursor.boundary
+        present = {name: row.copy() for name, row in held.items()}
+        for name, row in present.items():
+            row[:known] |= model.index.residency(cursor, name, STORAGE, 0, known) == Residency.READY
+        return present
 
     async def _copy(self, joint: Joint, engine: Engine, backup: Backup, job: Job) -> int:
         """One rank's part. Raises InvalidRequest when the rank does not offer what the first one did."""
@@ -235,6 +254,8 @@ class Backups:
         model.index.touch(match.cursor, boundary)
         self._sessions.finish(model, group.group_id, backup.prompt, match.cursor, boundary)
         self._shelving.offer(model, namespace, tokens)
+        if self._settings.staging:
+            let_go(model, namespace, tokens)
         return {name: plan.outcome() for name, plan in filling.plans.items()}
 
     def _room(self, model: Model, plans: Mapping[str, Plan], salt: str) -> dict[str, SlotArray]:
@@ -245,13 +266,13 @@ class Backups:
         others = [name for name in plans if not model.shelves[name].whole_path]
         whole = [name for name in plans if model.shelves[name].whole_path]
         end = max((int(plan.wanted[-1]) + 1 for plan in plans.values() if len(plan.wanted)), default=0)
-        reach, reason = np.iinfo(np.int32).max, HOST_FULL
+        reach, reason = np.iinfo(np.int32).max, self._full
 
         def take(name: str, n_pages: int) -> None:
             nonlocal reason
             slots, short = self._host.take(model, name, max(0, n_pages - len(got[name])), salt)
             got[name] = np.concatenate([got[name], slots])
-            reason = short or reason
+            reason = "quota" if short == "quota" else self._full
 
         for name in others:
             take(name, int((plans[name].wanted >= model.coverages[name].start(end)).sum()))
@@ -280,5 +301,7 @@ class Backups:
             self._counters.backup_stored_pages += len(plan.wanted)
             self._counters.backup_present_pages += plan.present_pages
             self._counters.backup_refused_host_full_pages += plan.refused["host_full"]
+            self._counters.backup_refused_staging_full_pages += plan.refused["staging_full"]
+            self._counters.backup_refused_no_storage_pages += plan.refused["no_storage"]
             self._counters.backup_refused_quota_pages += plan.refused["quota"]
             self._counters.backup_refused_chain_broken_pages += plan.refused["chain_broken"]

@@ -21,7 +21,7 @@ from controller.counters import Counters
 from controller.events import EventLog
 from controller.groups import Engine, Group
 from controller.host import HostMemory
-from controller.leases import LeaseTable
+from controller.leases import Lease, LeaseTable
 from controller.memory.slab import HostSlab, SlabError
 from controller.models import HOST, STORAGE, Model
 from controller.prefetches import Prefetches
@@ -50,6 +50,7 @@ from controller.retention import Retention
 from controller.sessions import SessionBook, SessionName
 from controller.settings import ControllerSettings
 from controller.shelving import Shelving
+from controller.staging import drop
 from controller.storage import StorageStack
 from controller.transfers.jobs import Job, JobKind, JobTable
 from controller.transfers.scheduler import Direction, TransferScheduler
@@ -85,12 +86,16 @@ class HybridCacheController:
         self._engines: dict[str, Engine] = {}
         self._groups: dict[str, Group] = {}
         self._leases = LeaseTable(settings.lease_s, self._now)
+        if settings.staging:
+            self._leases.ended = self._let_go
         self._copier = Copier(scheduler, settings.copy_timeout_s, ready)
         stack = StorageStack()
         self._sessions = SessionBook()
         self.storage = Shelving(stack, self._host, self._jobs, settings, self.counters)
         """The storage tiers: to attach, update and detach them."""
-        self._backups = Backups(self._host, self._copier, self.storage, self._sessions, self.counters)
+        self._backups = Backups(
+            self._host, self._copier, self.storage, self._sessions, settings, self.counters
+        )
         reader = StorageReader(stack, self._host, scheduler, settings, self.counters)
         self._prefetches = Prefetches(self._host, reader, self._jobs, settings, self.counters)
         self.retention = Retention(self._host, settings, self.counters, self._model, self._now)
@@ -197,6 +202,11 @@ class HybridCacheController:
             branching_boundary=match.branching_boundary,
             lease_s=self._settings.lease_s,
         )
+
+    def _let_go(self, lease: Lease) -> None:
+        """Direct mode: what was read for an engine goes with its lease."""
+        model = next(model for model in self._host.models if model.index is lease.index)
+        drop(model, lease.cursor, lease.pages)
 
     def release(self, engine_id: str, lease_id: str) -> None:
         """End a lease. One that has ended already is fine: releasing twice is not an error here."""

@@ -26,6 +26,10 @@ class Counters:
     backup_stored_pages: int = 0
     backup_present_pages: int = 0
     backup_refused_host_full_pages: int = 0
+    backup_refused_staging_full_pages: int = 0
+    """Direct mode: the ring is full of pages that storage has not taken yet."""
+    backup_refused_no_storage_pages: int = 0
+    """Direct mode: no storage tier takes writes."""
     backup_refused_quota_pages: int = 0
     """The tenant is at its quota, and the rest of what it holds is in use."""
     backup_refused_chain_broken_pages: int = 0

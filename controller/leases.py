@@ -40,6 +40,8 @@ class LeaseTable:
         self._lease_s = lease_s
         self._clock = clock
         self._leases: dict[str, Lease] = {}
+        self.ended: Callable[[Lease], None] = lambda _: None
+        """Told of every lease whose pages are no longer pinned by it."""
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
@@ -100,3 +102,4 @@ class LeaseTable:
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.lease_id]
         lease.index.unpin(lease.receipt)
+        self.ended(lease)

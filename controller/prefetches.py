@@ -19,6 +19,7 @@ from controller.models import HOST, STORAGE, Model
 from controller.reader import StorageReader
 from controller.requests import Prefetch, PrefetchPolicy, PrefetchState, Progress
 from controller.settings import ControllerSettings
+from controller.staging import let_go
 from controller.transfers.jobs import Job, JobKind, JobState, JobTable
 from hicache.core.coverage import Coverage, joint_boundary
 from hicache.core.identity import Namespace, page_hashes
@@ -226,9 +227,14 @@ class Prefetches:
         run, task = self._runs.pop(prefetch_id)
         run.stopping.set()
         if task.done():
-            run.unpin()
+            self._unpin(run)
         else:
-            task.add_done_callback(lambda _: run.unpin())
+            task.add_done_callback(lambda _: self._unpin(run))
+
+    def _unpin(self, run: Run) -> None:
+        run.unpin()
+        if self._settings.staging:
+            let_go(run.model, run.namespace, run.tokens)
 
     # -- the run -------------------------------------------------------------------------------------
 

@@ -25,6 +25,8 @@ class ControllerSettings:
     lease_s: float = 30.0
     """How long a lookup's pages stay pinned when nobody releases them."""
     host_shares: HostShares = HostShares()
+    staging: bool = False
+    """Host memory is a ring between engines and storage, not a cache."""
     retain_share: float = 0.5
     """Largest part of host memory that pinned prefixes may hold."""
     events_pages: int = 65_536

@@ -7,7 +7,7 @@ holds of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from controller.counters import Counters
@@ -16,10 +16,11 @@ from controller.host import HostMemory
 from controller.models import STORAGE, Model
 from controller.requests import BackendStatus, Busy, Gone, InvalidRequest
 from controller.settings import ControllerSettings
+from controller.staging import Hold, Staged
 from controller.storage import Member, StorageStack, StorageTier, TierPolicy
 from controller.storage.breaker import FIRST_PAUSE_S, BreakerState
 from controller.transfers.jobs import JobTable
-from controller.writer import Due, StorageWriter, due_frames
+from controller.writer import Due, Frame, StorageWriter, due_frames
 from hicache.core.identity import Namespace
 from hicache.core.words import TokenArray
 
@@ -59,8 +60,15 @@ class Shelving:
             return
         frames = due_frames(model, namespace, tokens, self._settings.storage_prefix)
         if frames:
+            hold = self._hold(model, namespace, tokens, frames) if self._settings.staging else None
             for writer in writers:
-                writer.offer(Due(model, namespace, tokens, frames))
+                writer.offer(Due(model, namespace, tokens, frames, hold))
+
+    def _hold(self, model: Model, namespace: Namespace, tokens: TokenArray, frames: Sequence[Frame]) -> Hold:
+        """Until every tier that is written to is through with these frames."""
+        cursor = model.index.match(namespace, tokens).cursor
+        tiers = [name for name, served in self._served.items() if served.member.policy.write]
+        return Hold(model, cursor, [Staged(one.key, one.component, one.page) for one in frames], tiers)
 
     def attach(self, tier: StorageTier, policy: TierPolicy) -> None:
         """Take a started tier in, as the last. Raises InvalidRequest when the name is taken by another."""
@@ -92,6 +100,7 @@ class Shelving:
         del self._served[name]
         await _end(served.tasks)
         self._counters.storage_write_dropped_detached_pages += served.writer.n_queued_frames
+        served.writer.abandon()
         if not len(self.stack):
             for model in self._host.models:  # what nobody can be asked for is not stored
                 with model.because(Reason.DETACHED):
@@ -104,6 +113,7 @@ class Shelving:
         await asyncio.gather(*(served.writer.drained(drain_s) for served in well))
         for served in self._served.values():
             await _end(served.tasks)
+            served.writer.abandon()
 
     @property
     def takes_writes(self) -> bool:

@@ -19,6 +19,7 @@ from controller.counters import Counters
 from controller.events import Reason
 from controller.models import HOST, STORAGE, Model
 from controller.settings import ControllerSettings
+from controller.staging import Hold
 from controller.storage import Member
 from controller.transfers.jobs import Job, JobKind, JobState, JobTable
 from hicache.core.identity import Namespace
@@ -59,6 +60,8 @@ class Due:
     namespace: Namespace
     tokens: TokenArray
     frames: Sequence[Frame]
+    hold: Hold | None = None
+    """What keeps the frames in host memory until this and every other writer is through with them."""
     attempts: int = 0
 
     @property
@@ -99,6 +102,8 @@ class StorageWriter:
     def offer(self, due: Due) -> None:
         """Write in due time what is not due already. When the queue is full the longest-waiting paths are
         dropped for it, counted: theirs are the pages most likely gone from host memory."""
+        known = [frame for frame in due.frames if frame.key in self._due_keys]
+        self._through(due, known)
         due.frames = [frame for frame in due.frames if frame.key not in self._due_keys]
         if not due.frames:
             return
@@ -107,10 +112,12 @@ class StorageWriter:
         self._queued_bytes += due.nbytes
         self._idle.clear()
         self._wake.set()
+        if self._settings.staging:
+            return  # the ring, which holds these very frames, is the bound
         while self._queued_bytes > self._settings.write_queue_bytes:
             dropped = self._queue.popleft()
             self._queued_bytes -= dropped.nbytes
-            self._over(dropped.frames)
+            self._over(dropped, dropped.frames)
             self._counters.storage_write_dropped_queue_full_pages += len(dropped.frames)
 
     async def run(self) -> None:
@@ -126,7 +133,11 @@ class StorageWriter:
             due = self._queue.popleft()
             self._queued_bytes -= due.nbytes
             with self._jobs.job(JobKind.WRITE, self._member.name) as job:
-                await self._write(due, job)
+                try:
+                    await self._write(due, job)
+                except asyncio.CancelledError:
+                    self._through(due, due.frames)
+                    raise
 
     async def drained(self, timeout_s: float) -> bool:
         """Wait until nothing is due; False when the time was too short."""
@@ -137,8 +148,18 @@ class StorageWriter:
             return False
         return True
 
-    def _over(self, frames: Sequence[Frame]) -> None:
+    def abandon(self) -> None:
+        """Nothing of what is queued will be written: this writer has ended."""
+        for due in self._queue:
+            self._through(due, due.frames)
+
+    def _over(self, due: Due, frames: Sequence[Frame]) -> None:
         self._due_keys.difference_update(frame.key for frame in frames)
+        self._through(due, frames)
+
+    def _through(self, due: Due, frames: Sequence[Frame]) -> None:
+        if due.hold is not None:
+            due.hold.ended(self._member.name, (frame.key for frame in frames))
 
     async def _write(self, due: Due, job: Job) -> None:
         """Write the path's frames in order; what is left after a failure is due again."""
@@ -147,7 +168,7 @@ class StorageWriter:
         for batch in batches(due.frames, self._settings.storage_batch_bytes):
             written = await self._write_batch(due, batch)
             done += written
-            self._over(batch[:written])
+            self._over(due, batch[:written])
             if written < len(batch):
                 break
         left = due.frames[done:]
@@ -157,7 +178,7 @@ class StorageWriter:
         due.frames, due.attempts = left, due.attempts + 1
         if due.attempts >= self._settings.write_attempts:
             self._counters.storage_write_dropped_failed_pages += len(left)
-            self._over(left)
+            self._over(due, left)
             return
         self._counters.storage_write_retries += 1
         self._queue.appendleft(due)  # before its children, which others may have offered meanwhile
@@ -179,9 +200,13 @@ class StorageWriter:
         receipt = index.pin_pages(cursor, pages, tier=HOST)
         items = [item for frame, offset in zip(live, offsets, strict=True) for item in frame.at(offset)]
         moving = asyncio.ensure_future(self._member.move("write", items, self._settings.storage_timeout_s))
-        moving.add_done_callback(
-            lambda moved: moved.result().settled.add_done_callback(lambda _: index.unpin(receipt))
-        )
+
+        def landed(_: object) -> None:
+            index.unpin(receipt)
+            if due.hold is not None:
+                due.hold.landed(pages)
+
+        moving.add_done_callback(lambda moved: moved.result().settled.add_done_callback(landed))
         transfer = await asyncio.shield(moving)  # the pin ends with the bytes, also when this writer is ended
         answers = iter(transfer.outcomes)
         became = [[next(answers) for _ in frame.items] for frame in live]

@@ -7,21 +7,20 @@ nothing. Of the environment it reads only what a storage backend's text names as
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import ipaddress
 import math
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import Annotated, Literal
 
 import msgspec
 import yaml
 from msgspec import Meta, Struct
 
+from controller.daemon.complaints import explained, joined
 from controller.settings import ControllerSettings, HostShares
-from storage_backends.specs import BackendSpec, FileSpec, Spec
+from storage_backends.specs import BackendSpec, FileSpec
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 _UNITS = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
@@ -87,6 +86,9 @@ class Host(Section, frozen=True, kw_only=True):
     """How long a lookup's pages stay pinned when the engine neither loads nor releases them."""
     retain_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.5
     """Largest part of host memory that prefixes pinned by an operator may hold, all together."""
+    mode: Literal["cache", "staging"] = "cache"
+    """`cache`: frames stay until room is needed. `staging`: they stay only on their way between engines and
+    storage, which must take writes."""
     floors: dict[str, Annotated[float, Meta(gt=0, lt=1)]] = {}
     """By component: the part of host memory that other components never take from it. Together below 1."""
     quotas: tuple[Quota, ...] = ()
@@ -203,6 +205,7 @@ class Config(Section, frozen=True, kw_only=True):
                 floors=self.host.floors,
                 quotas_bytes={quota.salt: quota.capacity for quota in self.host.quotas},
             ),
+            staging=self.host.mode == "staging",
             retain_share=self.host.retain_share,
             events_pages=self.events.keep_pages,
             copy_timeout_s=self.transfers.timeout_s,
@@ -263,7 +266,7 @@ def parse(text: str) -> Config:
     try:
         config = msgspec.convert(_plain(raw, ""), Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explained(str(error), Config)) from error
+        raise ConfigError(explained(str(error), Config)) from error
     return _checked(config)
 
 
@@ -278,7 +281,7 @@ def parse_tier(name: str, backend: str, *, read: bool, write: bool, required: bo
     try:
         entry = msgspec.convert(_plain(given, ""), TierEntry)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explained(str(error), TierEntry)) from error
+        raise ConfigError(explained(str(error), TierEntry)) from error
     return _checked_tier(entry, "")
 
 
@@ -286,7 +289,7 @@ def _plain(value: object, path: str) -> object:
     """Sizes as integers; keys as text; variables filled in; no NaN or infinity, which would pass every
     bound."""
     if isinstance(value, dict):
-        return {str(key): _plain(item, _join(path, str(key))) for key, item in value.items()}
+        return {str(key): _plain(item, joined(path, str(key))) for key, item in value.items()}
     if isinstance(value, list):
         return [_plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
@@ -330,58 +333,9 @@ def format_size(nbytes: int) -> int | str:
     return nbytes
 
 
-def _explained(message: str, root: type[Section]) -> str:
-    """msgspec's complaint about a section with our path first and a remedy last."""
-    what, _, where = message.partition(" - at `$")
-    path = where.rstrip("`").lstrip(".")
-    if unknown := re.match(r"Object contains unknown field `(.*)`", what):
-        known = list(_keys_at(path, root))
-        close = difflib.get_close_matches(unknown.group(1), known, n=1)
-        remedy = f"did you mean `{close[0]}`?" if close else f"known keys here: {', '.join(known)}"
-        return f"{_join(path, unknown.group(1))}: unknown key; {remedy}"
-    if missing := re.match(r"Object missing required field `(.*)`", what):
-        if missing.group(1) == "kind":
-            return f"{_join(path, 'kind')}: missing; write one of: {', '.join(_kinds())}"
-        return f"{_join(path, missing.group(1))}: missing; add it"
-    if path.endswith("backend.kind"):
-        return f"{path}: {what}; write one of: {', '.join(_kinds())}"
-    return f"{path or 'the file'}: {what}; see deploy/hicache.yaml for what is allowed"
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
 def kind_of(spec: BackendSpec) -> str:
     """What the file calls this kind of backend."""
     return str(spec.__struct_config__.tag)
-
-
-def _specs() -> tuple[type[Spec], ...]:
-    alternatives: tuple[type[Spec], ...] = get_args(BackendSpec)
-    return alternatives
-
-
-def _kinds() -> list[str]:
-    return [str(spec.__struct_config__.tag) for spec in _specs()]
-
-
-def _keys_at(path: str, root: type[Section]) -> Iterator[str]:
-    """The keys that may stand at a path under a section."""
-    if path.endswith("backend"):
-        yield "kind"
-        for spec in _specs():
-            yield from spec.__struct_fields__
-        return
-    here: type[Struct] = root
-    for key in filter(None, path.split(".")):
-        hint = get_type_hints(here).get(key.partition("[")[0])
-        hints = (hint, *get_args(hint))
-        options = [one for one in hints if isinstance(one, type) and issubclass(one, Struct)]
-        if not options:
-            return
-        here = options[0]
-    yield from here.__struct_fields__
 
 
 # ---- checks across keys -----------------------------------------------------------------------------
@@ -405,6 +359,7 @@ def _checked(config: Config) -> Config:
     if server.tcp is not None:
         _check_loopback(server.tcp)
     _check_shares(config.host)
+    _check_mode(config.host, storage)
     if storage is not None:
         tiers = tuple(_checked_tier(one, f"storage.tiers[{i}]") for i, one in enumerate(storage.tiers))
         for i, one in enumerate(tiers):
@@ -441,11 +396,19 @@ def _check_shares(host: Host) -> None:
             )
 
 
+def _check_mode(host: Host, storage: Storage | None) -> None:
+    if host.mode == "staging" and not any(tier.write for tier in (storage.tiers if storage else ())):
+        raise ConfigError(
+            "host.mode: staging passes everything on to storage, and no tier under storage.tiers takes "
+            "writes; add one, or use cache"
+        )
+
+
 def _checked_tier(tier: TierEntry, path: str) -> TierEntry:
     """With its name, and its backend's path, as they are used."""
     backend = tier.backend
     if isinstance(backend, FileSpec):
-        absolute = _absolute(backend.path, _join(path, "backend.path"))
+        absolute = _absolute(backend.path, joined(path, "backend.path"))
         backend = msgspec.structs.replace(backend, path=absolute)
     return msgspec.structs.replace(tier, name=tier.name or kind_of(backend), backend=backend)
 

@@ -46,6 +46,7 @@ class ControllerMachine(RuleBasedStateMachine):
     capacity_bytes = 8 << 20
     extent_bytes: int | None = None
     exact = True
+    staging = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,6 +76,7 @@ class ControllerMachine(RuleBasedStateMachine):
 
         async def start() -> HybridCacheController:
             quick = ControllerSettings(
+                staging=self.staging,
                 copy_timeout_s=0.5,
                 storage_timeout_s=0.05,
                 prefetch_max_s=0.2,
@@ -296,6 +298,16 @@ class TightMachine(ControllerMachine):
     exact = False
 
 
+class StagingMachine(ControllerMachine):
+    """Direct mode over storage in every mood: nothing is a hit that is not right, nothing leaks, and at the
+    end the ring is empty."""
+
+    capacity_bytes = 16 << 10
+    extent_bytes = 2 << 10
+    exact = False
+    staging = True
+
+
 SETTINGS = settings(
     max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
@@ -303,3 +315,5 @@ TestController = ControllerMachine.TestCase
 TestController.settings = SETTINGS
 TestTight = TightMachine.TestCase
 TestTight.settings = SETTINGS
+TestStaging = StagingMachine.TestCase
+TestStaging.settings = SETTINGS

@@ -92,6 +92,9 @@ def test_an_unknown_key_is_refused_with_its_path(text: str, path: str, remedy: s
         ("host: {lease_s: .nan}", "host.lease_s"),
         ("host: {lease_s: .inf}", "host.lease_s"),
         ("host: {lease_s: ten}", "host.lease_s"),
+        ("host: {mode: direct}", "host.mode"),
+        ("host: {mode: staging}", "host.mode"),
+        ("host: {mode: staging}\nstorage: {tiers: [{backend: {kind: memory}, write: false}]}", "host.mode"),
         ("host: {floors: {a: 0}}", "host.floors"),
         ("host: {floors: {a: .nan}}", "host.floors"),
         ("host: {floors: {a: 0.5, b: 0.5}}", "host.floors"),
@@ -251,7 +254,7 @@ def test_controller_settings_default_to_the_controllers_own() -> None:
 def test_every_controller_setting_can_be_configured() -> None:
     text = """
     host:
-        {lease_s: 1, retain_share: 0.1, floors: {a: 0.2}, quotas: [{salt: t, capacity: 1MiB}]}
+        {lease_s: 1, mode: staging, retain_share: 0.1, floors: {a: 0.2}, quotas: [{salt: t, capacity: 1MiB}]}
     transfers: {timeout_s: 2}
     storage:
         {tiers: [{backend: {kind: memory}}], prefix: p, timeout_s: 3, batch_bytes: 1MiB,
