@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.events import EventLog, Kind, Reason
@@ -36,6 +36,7 @@ def numbers(log: EventLog, number: int, most_pages: int) -> tuple[range, list[tu
     return reading.missing, pairs, reading.following
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 9), max_size=200),
     capacity=st.integers(1, 60),

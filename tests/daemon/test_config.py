@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.daemon import config
@@ -208,6 +208,7 @@ def shuffled(value: object, order: random.Random) -> object:
     return {key: shuffled(item, order) for key, item in items}
 
 
+@settings(deadline=None)
 @given(st.integers())
 def test_the_order_of_keys_does_not_matter(seed: int) -> None:
     """CONFIG-04: options in every order give the same derived values."""
