@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hicache.core.columns import Lane, Node, Shape
+from hicache.core.columns import UNBROKEN, Lane, Node, Shape
 from hicache.core.occupancy import Occupancy, Offsets
 from hicache.core.structure import Cursor, Segment
 from hicache.core.words import NO_SLOT, SlotArray, Tier, lowest
@@ -113,7 +113,15 @@ class Offer:
         surplus: SlotArray = offer[ready & given & (offer != have)]
         return surplus
 
-    def enqueue(self, occupancy: Occupancy) -> None:
-        """Let what was entered come up for eviction in its turn."""
+    def enqueue(self, occupancy: Occupancy, depth: int) -> None:
+        """Let what was entered come up for eviction in its turn. Where a node is queued already and all of
+        it was used just now, as part of the coverage of `depth`, its turn is not before the node's."""
+        now = occupancy.tree.tick << 1
         for node, lane, offsets in self._filled:
+            queued = node.queued[lane.row]
+            if queued is not None and queued <= now and lane.up_row < 0 and node.dead_from == UNBROKEN:
+                first = offsets.start if isinstance(offsets, slice) else int(offsets[0])
+                coverage = occupancy.shape.components[lane.component].coverage
+                if node.start + first >= coverage.start(depth):
+                    continue
             occupancy.enqueue(node, lane, offsets)

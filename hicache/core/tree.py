@@ -225,7 +225,7 @@ class Index(ReadableIndex):
         self._touch(segments, depth)
         if priority:
             self._prefer(segments, priority)
-        offer.enqueue(self._occupancy)
+        offer.enqueue(self._occupancy, depth)
         return Inserted(
             self._tree.cursor(namespace, node, depth),
             depth,
