@@ -83,7 +83,7 @@ def choose(
     return Choice({}, now, deepest, "host_capacity")
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One prefetch from its start until its result is forgotten."""
 
@@ -103,6 +103,9 @@ class Run:
     reason: str = ""
     receipts: list[Receipt] = field(default_factory=list)
     """Pins on what arrived and on what it needs."""
+    pinned_bytes: int = 0
+    coming_bytes: int = 0
+    """Of what is being read and not pinned yet."""
 
     @property
     def n_pages(self) -> int:
@@ -128,10 +131,16 @@ class Run:
     def pin(self, pages: Mapping[str, PageArray]) -> None:
         cursor = self.model.index.match(self.namespace, self.tokens).cursor
         self.receipts.append(self.model.index.pin_pages(cursor, pages, tier=HOST))
+        self.pinned_bytes += self.nbytes(pages)
+
+    def nbytes(self, pages: Mapping[str, PageArray]) -> int:
+        """Host memory that these pages take."""
+        return sum(len(row) * self.model.shelves[name].slot_bytes for name, row in pages.items())
 
     def unpin(self) -> None:
         while self.receipts:
             self.model.index.unpin(self.receipts.pop())
+        self.pinned_bytes = 0
 
 
 class Prefetches:
@@ -150,8 +159,9 @@ class Prefetches:
         self._jobs = jobs
         self._settings = settings
         self._counters = counters
-        self._held_bytes = 0
         self._runs: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self._ending: set[Run] = set()
+        """Forgotten, but their last bytes have not landed."""
         self._ids = itertools.count(1)
 
     def start(self, owner: str, model: Model, request: Prefetch) -> str:
@@ -229,12 +239,21 @@ class Prefetches:
         if task.done():
             self._unpin(run)
         else:
+            self._ending.add(run)
             task.add_done_callback(lambda _: self._unpin(run))
 
     def _unpin(self, run: Run) -> None:
+        self._ending.discard(run)
         run.unpin()
         if self._settings.staging:
             let_go(run.model, run.namespace, run.tokens)
+
+    @property
+    def _held_bytes(self) -> int:
+        """Host memory that prefetches hold, or are about to: also those that have ended and are kept for
+        their engines."""
+        runs = itertools.chain((run for run, _ in self._runs.values()), self._ending)
+        return sum(run.pinned_bytes + run.coming_bytes for run in runs)
 
     # -- the run -------------------------------------------------------------------------------------
 
@@ -318,15 +337,14 @@ class Prefetches:
         """Several batches at a time: windows and checkpoints first, without which the rest serves nothing,
         then whole-path pages from the start."""
         model = run.model
-        nbytes = sum(len(pages) * model.shelves[name].slot_bytes for name, pages in wanted.items())
         batches = self._batches(model, wanted)
-        self._held_bytes += nbytes
+        run.coming_bytes = run.nbytes(wanted)
         try:
             ended = await asyncio.gather(
                 *(self._read_from(run, batches) for _ in range(READS_AT_ONCE)), return_exceptions=True
             )
         finally:
-            self._held_bytes -= nbytes
+            run.coming_bytes = 0
         for error in ended:
             if error is not None:
                 raise error
@@ -340,6 +358,7 @@ class Prefetches:
                 return
             timeout_s = min(left, self._settings.storage_timeout_s)
             fetched = await self._reader.fetch(run.model, run.namespace, run.tokens, name, pages, timeout_s)
+            run.coming_bytes -= run.nbytes({name: pages})
             run.pin({name: fetched.arrived})
             run.arrived_pages += len(fetched.arrived)
             if len(fetched.arrived) < len(pages):

@@ -51,4 +51,4 @@ class ControllerSettings:
     """A prefetch's deadline: base + 1024-token steps, at most the maximum; covers queueing, the
     existence query and every component."""
     prefetch_host_share: float = 0.5
-    """Largest part of host memory that running prefetches may hold."""
+    """Largest part of host memory that prefetches may hold: while they run, and until the engine looks up."""

@@ -155,7 +155,7 @@ class Prefetch(Section, frozen=True, kw_only=True):
     max_s: Seconds = 30.0
     """... but never more than this."""
     host_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Largest share of host memory that running prefetches may hold."""
+    """Largest share of host memory that prefetches may hold, until their engine looks up."""
 
 
 class Events(Section, frozen=True, kw_only=True):
