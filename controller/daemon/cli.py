@@ -5,6 +5,8 @@ Turns every expected failure into one line that says what to do, and into an exi
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +29,14 @@ from controller.daemon.terminal import (
 
 __all__ = ["EX_CONFIG", "EX_FAILED", "EX_UNAVAILABLE", "main"]
 
+BENCHMARKS = {
+    "index": "index",
+    "copy": "copy",
+    "copy-gpu": "copy_gpu",
+    "rpc": "rpc",
+    "storage": "storage",
+    "storage-mooncake": "storage_mooncake",
+}
 PIPED_WIDTH = 120
 """Columns where the output is not a terminal."""
 
@@ -154,6 +164,24 @@ def lookup(
     for part in reply.load:
         pages = np.frombuffer(part.pages, dtype="<i4")
         click.echo(f"to load, {part.component}: {len(pages)} pages [{pages[0]}, {pages[-1] + 1})")
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("name", type=click.Choice(list(BENCHMARKS)))
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def bench(name: str, options: tuple[str, ...]) -> None:
+    """Run a benchmark of the source tree: index, copy, copy-gpu, rpc, storage or storage-mooncake.
+
+    Further options go to it: `hicache bench rpc --help` lists them; all of them know --json.
+    """
+    root = Path(__file__).parents[2]
+    if not (root / "bench").is_dir():
+        fail(
+            "the benchmarks come with the source tree: clone it, and install it with `pip install -e .`",
+            EX_FAILED,
+        )
+    command = [sys.executable, "-m", f"bench.{BENCHMARKS[name]}", *options]
+    sys.exit(subprocess.run(command, cwd=root, check=False).returncode)
 
 
 @main.command()
