@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hicache.cache import Request, SwitchRefused, UnifiedRadixCache, WritePolicy, WriteRules
+    from hicache.cache import LoadRule, Request, SwitchRefused, UnifiedRadixCache, WritePolicy, WriteRules
     from hicache.client import Client, PrefetchPolicy, RankPlace, SharedRegion
     from hicache.core.layout import ComponentSpec, Kind, Layout, LayoutError, Plane, Pool
 
@@ -19,6 +19,7 @@ __all__ = [
     "Kind",
     "Layout",
     "LayoutError",
+    "LoadRule",
     "Plane",
     "Pool",
     "PrefetchPolicy",
@@ -32,7 +33,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "hicache.cache": ("Request", "SwitchRefused", "UnifiedRadixCache", "WritePolicy", "WriteRules"),
+    "hicache.cache": (
+        "LoadRule",
+        "Request",
+        "SwitchRefused",
+        "UnifiedRadixCache",
+        "WritePolicy",
+        "WriteRules",
+    ),
     "hicache.client": ("Client", "PrefetchPolicy", "RankPlace", "SharedRegion"),
     "hicache.core.layout": ("ComponentSpec", "Kind", "Layout", "LayoutError", "Plane", "Pool"),
 }

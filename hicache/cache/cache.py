@@ -8,24 +8,31 @@ happens below.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 
 from hicache.cache.backups import Backups
+from hicache.cache.costs import LoadRule
 from hicache.cache.counters import Counters
+from hicache.cache.holding import Holding, limit_pages_of
 from hicache.cache.l1 import L1
-from hicache.cache.ledger import Copy, Owner
-from hicache.cache.loads import NOTHING, LoadBack, Reach
+from hicache.cache.ledger import Owner
+from hicache.cache.loads import NOTHING, Brought, LoadBack, Reach
 from hicache.cache.lower import LowerTiers
+from hicache.cache.owners import audit_owners
+from hicache.cache.pending import Loading
 from hicache.cache.requests import Queued, Request
 from hicache.cache.writing import WritePolicy, WriteRules, Writing
-from hicache.client.messages import Placement, PrefetchPolicy, Prompt
+from hicache.client.layers import LayerBoard
+from hicache.client.messages import PrefetchPolicy, Prompt
 from hicache.core.audit import audit
 from hicache.core.coverage import Checkpoint
 from hicache.core.identity import Namespace
 from hicache.core.layout import Layout, LayoutError
+from hicache.core.matching import Match
 from hicache.core.pools import SlotPool
 from hicache.core.tree import Inserted
 from hicache.core.words import NO_SLOT, SlotArray, Tier, TokenArray, token_array
@@ -41,7 +48,8 @@ class UnifiedRadixCache:
     `client`: None for L1 only. `copy_slot`: needed where requests have private slots. `max_backup_share`:
     part of each component's slots that backups may keep pinned. `prefetch_wait_s`: longest time that
     `begin` waits for the request's prefetch. `writing` (None without a client) has the write policy, and
-    changes it. Raises LayoutError for components that make no sense.
+    changes it; `load_rule` says which loads are worth it. `layers`: where loads that are not waited for
+    say which of their layers have landed. Raises LayoutError for components that make no sense.
     """
 
     def __init__(
@@ -56,6 +64,8 @@ class UnifiedRadixCache:
         write_rules: WriteRules = WriteRules(),  # noqa: B008 - frozen
         lookup_timeout_s: float = 0.05,
         load_timeout_s: float = 2.0,
+        load_rule: LoadRule | None = None,
+        layers: LayerBoard | None = None,
         prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT,
         prefetch_wait_s: float = 2.0,
         max_backup_share: float = 0.25,
@@ -63,10 +73,12 @@ class UnifiedRadixCache:
         if not layout.components or any(not layout.pools_of(spec.name) for spec in layout.components):
             raise LayoutError("layout.components: empty, or one has no pool; see Layout.validate")
         self.counters = Counters()
+        self.load_rule = load_rule or LoadRule()
         self._identity = (model, revision, layout.fingerprint(), layout.page_size)
         self._page_size = layout.page_size
         self._l1 = L1(layout, self.counters)
         self._components, self._index, self._ledger = self._l1.components, self._l1.index, self._l1.ledger
+        self._holding = Holding(self._l1, layout.page_size)
         self._copy_slot = copy_slot
         self._client = client
         self._prefetch_policy = prefetch_policy
@@ -78,7 +90,12 @@ class UnifiedRadixCache:
         self.writing: Writing | None = None
         if client is not None:
             self._loads = LoadBack(
-                self._l1, client, lookup_timeout_s=lookup_timeout_s, load_timeout_s=load_timeout_s
+                self._l1,
+                client,
+                self.load_rule,
+                layers,
+                lookup_timeout_s=lookup_timeout_s,
+                load_timeout_s=load_timeout_s,
             )
             self._backups = Backups(self._l1, client, max_share=max_backup_share)
             self.writing = Writing(self._l1, self._backups, write_policy, write_rules)
@@ -111,7 +128,7 @@ class UnifiedRadixCache:
     def checkpoint(self, request: Request, component: str) -> int:
         """A copy of the request's private slot, to be offered to `insert`: the caller's from now on.
         -1, counted, when no slot is to be had: the request goes on without this checkpoint."""
-        self._check_live(request)
+        self._check_settled(request)
         source = request.private[component]
         slots = self._l1.take(component, 1, Owner.ENGINE)
         if slots is None:
@@ -130,7 +147,7 @@ class UnifiedRadixCache:
         if self._client is None or not self._client.ready:
             return
         prompt = Prompt(request_id, token_array(tokens), adapter, salt)
-        limit_pages = self._limit_pages(prompt.tokens)
+        limit_pages = limit_pages_of(prompt.tokens, self._page_size)
         match = self._index.match(self._namespace(prompt), prompt.tokens, limit_pages=limit_pages)
         prefetch, boundary = None, match.boundaries[Tier.DEVICE]
         if boundary < limit_pages:
@@ -157,6 +174,7 @@ class UnifiedRadixCache:
         adapter: str = "",
         salt: str = "",
         private: Mapping[str, int] | None = None,
+        wait: bool = True,
     ) -> Request:
         """Reuse as much of a prompt as L1 and the lower tiers can serve; at least one token is left to
         compute. What the request reads stays in place until it ends.
@@ -164,22 +182,22 @@ class UnifiedRadixCache:
         `private`: per component with recurrent state, a slot of the caller's that becomes the request's
         own; the checkpoint at the boundary is copied there, so that the request may go on from it and
         change it. At boundary 0 nothing is copied. Waits at most for the prefetch, the lookup and the
-        load. Raises ValueError for a private slot that is not the caller's, before any change.
+        load; with `wait=False` not for the load, see `Request.loading`. Raises ValueError for a private
+        slot that is not the caller's, before any change.
         """
         self.poll()
         prompt = Prompt(request_id, token_array(tokens), adapter, salt)
         private = dict(private or {})
         self._check_private(private)
-        request = self._admit(prompt, self._reach(prompt))
-        self._count_hit(request, self._limit_pages(prompt.tokens))
+        request = self._admit(prompt, self._reach(prompt)) if wait else self._begin_loading(prompt)
+        if request.loading is None:
+            self._holding.count_hit(request)
         for component, slot in private.items():
             self._ledger.give(component, np.array([slot], np.int32), Owner.ENGINE, Owner.REQUEST)
             request.private[component] = slot
         with ExitStack() as undo:
             undo.callback(self._end, request)
-            for component, slot in private.items():
-                if request.boundary:
-                    self._copy(component, int(request.slots[component][request.boundary - 1]), slot)
+            self._copy_checkpoints(request)
             undo.pop_all()
         return request
 
@@ -198,7 +216,7 @@ class UnifiedRadixCache:
     def advance(self, request: Request, boundary: int) -> None:
         """The request now computes beyond `boundary` pages: what its windows no longer need, and the
         checkpoint it began from, may be evicted."""
-        self._check_live(request)
+        self._check_settled(request)
         for component in self._components:
             if not component.coverage.whole_path and boundary > 0:
                 start = min(component.coverage.start(boundary), request.n_pages)
@@ -234,9 +252,9 @@ class UnifiedRadixCache:
             for name in names
         }
         pools = {(name, Tier.DEVICE): pool for name, pool in self.pools.items()}
-        return audit(self._index, pools, held=away) + [
-            complaint for name in names for complaint in self._audit_owners(name)
-        ]
+        return audit(self._index, pools, held=away) + audit_owners(
+            self._ledger, self._live, self._loads, self._backups
+        )
 
     def close(self) -> None:
         """Cancel what is queued and leave the daemon. Slots stay where they are; the memory under them
@@ -251,10 +269,6 @@ class UnifiedRadixCache:
     def _namespace(self, prompt: Prompt) -> Namespace:
         model, revision, layout, page_size = self._identity
         return Namespace(model, revision, layout, page_size, prompt.adapter, prompt.salt)
-
-    def _limit_pages(self, tokens: TokenArray) -> int:
-        """Deepest boundary that leaves a token to compute."""
-        return max(0, len(tokens) - 1) // self._page_size
 
     def _copy(self, component: str, source: int, target: int) -> None:
         if self._copy_slot is None:
@@ -294,16 +308,13 @@ class UnifiedRadixCache:
         return reach
 
     def _reach_once(self, prompt: Prompt, before: int | None) -> Reach:
-        namespace, limit_pages = self._namespace(prompt), self._limit_pages(prompt.tokens)
+        namespace, limit_pages = self._namespace(prompt), limit_pages_of(prompt.tokens, self._page_size)
         match = self._index.match(namespace, prompt.tokens, limit_pages=limit_pages)
         brought = NOTHING
         if self._loads is not None and match.boundaries[Tier.DEVICE] < limit_pages:
             brought = self._loads.bring(prompt, namespace, match, limit_pages)
             match = self._index.match(namespace, prompt.tokens, limit_pages=limit_pages)
-        name = next((c.name for c in self._components if c.coverage.whole_path), self._components[0].name)
-        came = brought.loaded.get(name, np.empty(0, np.int32))
-        stored = came >= before if before is not None else np.zeros(len(came), bool)
-        return Reach(namespace, match, brought, came[~stored], came[stored])
+        return self._reached(namespace, match, brought, before)
 
     def _await_prefetch(self, queued: Queued, deadline: float) -> tuple[int | None, int]:
         """Wait for a prefetch: what L1 and L2 could serve before it, where that is known, and what they
@@ -316,50 +327,69 @@ class UnifiedRadixCache:
             return queued.prefetch.boundary_before, queued.boundary
         return queued.prefetch.boundary_before, progress.boundary
 
+    def _begin_loading(self, prompt: Prompt) -> Request:
+        """What L1 has now, and a load of what the lower tiers have beyond it."""
+        stored_from = None
+        queued = self._queued.pop(prompt.request_id, None)
+        if queued is not None:
+            stored_from, _ = self._await_prefetch(queued, time.monotonic() + self._prefetch_wait_s)
+        namespace, limit_pages = self._namespace(prompt), limit_pages_of(prompt.tokens, self._page_size)
+        match = self._index.match(namespace, prompt.tokens, limit_pages=limit_pages)
+        load, joined, branching = None, False, 0
+        if self._loads is not None and match.boundaries[Tier.DEVICE] < limit_pages:
+            started = self._loads.begin(prompt, namespace, match, limit_pages, by_layer=True)
+            load, joined, branching = started.load, started.joined, started.branching_boundary
+            match = self._index.match(namespace, prompt.tokens, limit_pages=limit_pages)
+        none = np.empty(0, np.int32)
+        request = self._admit(prompt, Reach(namespace, match, Brought({}, branching), none, none))
+        if load is not None:
+            boundary, slots = request.boundary, request.slots
+            if not joined:
+                boundary, slots = self._holding.expected(load)
+            request.loading = Loading(
+                load,
+                partial(self._take_loaded, request),
+                self.poll,
+                boundary=boundary,
+                slots=slots,
+                stored_from=stored_from,
+            )
+        return request
+
+    def _take_loaded(self, request: Request, timeout_s: float) -> None:
+        """End the request's load: what has come is the request's."""
+        self._check_live(request)
+        loading, request.loading = request.loading, None
+        if loading is None or self._loads is None:
+            return
+        self.poll()
+        self._loads.wait(loading.load, timeout_s)
+        limit_pages = limit_pages_of(request.prompt.tokens, self._page_size)
+        match = self._index.match(request.namespace, request.prompt.tokens, limit_pages=limit_pages)
+        if match.boundaries[Tier.DEVICE] > request.boundary:
+            pages = loading.load.pages if loading.load.landed else {}
+            brought = Brought(pages, request.branching_boundary)
+            self._holding.hold(request, self._reached(request.namespace, match, brought, loading.stored_from))
+            self._copy_checkpoints(request)
+        self._loads.let_go(loading.load)
+        self._holding.count_hit(request)
+
+    def _reached(self, namespace: Namespace, match: Match, brought: Brought, before: int | None) -> Reach:
+        name = next((c.name for c in self._components if c.coverage.whole_path), self._components[0].name)
+        came = brought.loaded.get(name, np.empty(0, np.int32))
+        stored = came >= before if before is not None else np.zeros(len(came), bool)
+        return Reach(namespace, match, brought, came[~stored], came[stored])
+
     def _admit(self, prompt: Prompt, reach: Reach) -> Request:
-        boundary = reach.boundary
-        tokens = prompt.tokens[: boundary * self._page_size]
-        cursor = self._index.match(reach.namespace, tokens).cursor
-        receipt = self._index.pin(cursor, boundary, tier=Tier.DEVICE)
-        self._index.touch(cursor, boundary)
-        request = Request(
-            prompt=prompt,
-            namespace=reach.namespace,
-            boundary=boundary,
-            cached_tokens=boundary * self._page_size,
-            slots={},
-            hit_pages=reach.hit_pages(),
-            branching_boundary=max(
-                reach.match.branching_boundary, reach.brought.branching_boundary, boundary
-            ),
-            n_pages=boundary,
-            private={},
-            tokens=tokens,
-            cursor=cursor,
-            receipt=receipt,
-        )
-        self._read_slots(request)
+        request = self._holding.admit(prompt, reach)
         self._live.append(request)
         return request
 
-    def _read_slots(self, request: Request) -> None:
-        for component in self._components:
-            n_pages = request.n_pages
-            slots = np.full(n_pages, NO_SLOT, np.int32)
-            if n_pages:
-                start = component.coverage.start(n_pages)
-                slots[start:] = self._index.slots(request.cursor, component.name, Tier.DEVICE, start, n_pages)
-            request.slots[component.name] = slots
-
-    def _count_hit(self, request: Request, limit_pages: int) -> None:
-        counters = self.counters
-        counters.begun += 1
-        counters.asked_pages += limit_pages
-        counters.hit_device_pages += request.hit_pages[Tier.DEVICE]
-        counters.hit_host_pages += request.hit_pages[Tier.HOST]
-        counters.hit_storage_pages += request.hit_pages[Tier.STORAGE]
-        counters.no_overlap += limit_pages > 0 and not request.branching_boundary
-        counters.no_boundary += request.branching_boundary > request.boundary
+    def _copy_checkpoints(self, request: Request) -> None:
+        """Into the request's own slots."""
+        for component, slot in request.private.items():
+            if request.boundary:
+                self._copy(component, int(request.slots[component][request.boundary - 1]), slot)
 
     def _insert(
         self,
@@ -369,7 +399,7 @@ class UnifiedRadixCache:
         *,
         donate: bool,
     ) -> Inserted:
-        self._check_live(request)
+        self._check_settled(request)
         self.poll()
         tokens = token_array(tokens)
         n_pages = len(tokens) // self._page_size
@@ -396,7 +426,7 @@ class UnifiedRadixCache:
             self._ledger.give(name, redundant, Owner.INDEX, Owner.NOBODY)
             self.counters.inserted_pages += int((given != NO_SLOT).sum()) - len(redundant)
             self.counters.redundant_pages += len(redundant)
-        self._move_pin(request, tokens, inserted)
+        self._holding.move_pin(request, tokens, inserted)
         request.inserted = True
         if self.writing is not None:
             self.writing.inserted(request, reused, first_page, inserted.canonical)
@@ -424,16 +454,11 @@ class UnifiedRadixCache:
             offered[name] = new
         return offered
 
-    def _move_pin(self, request: Request, tokens: TokenArray, inserted: Inserted) -> None:
-        """From now on the request holds what it needs at the end of what has been inserted."""
-        receipt = self._index.pin(inserted.cursor, inserted.n_pages, tier=Tier.DEVICE)
-        self._index.unpin(request.receipt)
-        request.receipt, request.cursor = receipt, inserted.cursor
-        request.n_pages = inserted.n_pages
-        request.tokens = tokens[: inserted.n_pages * self._page_size].copy()
-        self._read_slots(request)
-
     def _end(self, request: Request) -> None:
+        if request.loading is not None and self._loads is not None:
+            self._loads.let_go(request.loading.load)
+            request.loading = None
+            self._holding.count_hit(request)
         self._index.unpin(request.receipt)
         for component, slot in request.private.items():
             self._ledger.give(component, np.array([slot], np.int32), Owner.REQUEST, Owner.NOBODY)
@@ -441,29 +466,11 @@ class UnifiedRadixCache:
         request.ended = True
         self._live.remove(request)
 
+    def _check_settled(self, request: Request) -> None:
+        self._check_live(request)
+        if request.loading is not None:
+            raise ValueError(f"request {request.prompt.request_id!r} is loading: request.loading.end() first")
+
     def _check_live(self, request: Request) -> None:
         if request.ended:
             raise ValueError(f"request {request.prompt.request_id!r} has ended")
-
-    def _audit_owners(self, name: str) -> list[str]:
-        """The ledger against those who say that they own something."""
-        found = []
-        loads = [] if self._loads is None else [load.placements for load in self._loads.late]
-        backups = [] if self._backups is None else [backup.placements for backup in self._backups.running]
-        private = [request.private[name] for request in self._live if name in request.private]
-        for what, told, claimed in (
-            ("private slots", self._ledger.owned(name, Owner.REQUEST), private),
-            ("slots under a load", self._ledger.owned(name, Owner.TRANSFER), _slots_of(loads, name)),
-            ("slots under a backup", self._ledger.marked(name, Copy.UNDERWAY), _slots_of(backups, name)),
-        ):
-            if sorted(claimed) != told.tolist():
-                found.append(f"{name}: {what}: {sorted(claimed)} claimed, {told.tolist()} in the ledger")
-        index = self._ledger.owned(name, Owner.INDEX)
-        copied = self._ledger.marked(name, Copy.KNOWN)
-        if not np.isin(copied, index).all():
-            found.append(f"{name}: slots without a page that are said to be in host memory")
-        return found
-
-
-def _slots_of(placements: Sequence[Mapping[str, Placement]], name: str) -> list[int]:
-    return [slot for each in placements if name in each for slot in each[name].slots.tolist()]

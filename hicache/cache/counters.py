@@ -41,6 +41,12 @@ class Counters:
     """Loads that found no free L1 slots, not even by eviction."""
     loads_under_way: int = 0
     """Requests that asked for no load because an earlier one was late and not answered yet."""
+    loads_joined: int = 0
+    """Requests that found a load of their pages under way, and asked for no other."""
+    loads_skipped_short: int = 0
+    """Not worth it: fewer tokens than `min_load_tokens`."""
+    loads_skipped_slow: int = 0
+    """Not worth it: computing is expected to take less time."""
     loaded_pages: int = 0
     """Of all components."""
 

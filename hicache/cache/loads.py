@@ -7,23 +7,27 @@ lets an answer from below decide a boundary: the index of L1 confirms it afterwa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from hicache.cache.costs import LoadRule, Skip
 from hicache.cache.l1 import L1
 from hicache.cache.ledger import Copy, Owner
 from hicache.cache.lower import LowerTiers, Transfer
+from hicache.client.layers import LayerBoard, LayerRow
 from hicache.client.messages import Found, Lease, Placement, Prompt
 from hicache.client.tickets import Outcome
 from hicache.core.coverage import joint_boundary
 from hicache.core.identity import Namespace
 from hicache.core.matching import Match
+from hicache.core.pins import Receipt
 from hicache.core.words import NO_SLOT, BoolArray, PageArray, SlotArray, Tier, TokenArray
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Load:
     """One load-back and everything it needs to end well."""
 
@@ -34,6 +38,33 @@ class Load:
     lease: Lease
     transfer: Transfer
     epoch: int
+    kept: Receipt | None
+    """What it builds on in L1; when it has ended well, all of its boundary, until nobody waits for it."""
+    n_tokens: int
+    """By how much it raises the boundary."""
+    row: LayerRow | None = None
+    begun_s: float = field(default_factory=time.monotonic)
+    waiting: int = 0
+    """Requests that will take what it brings, and have not yet."""
+    late: bool = False
+    ended: bool = False
+    landed: bool = False
+    """Whether what it brought is in L1."""
+
+    @property
+    def pages(self) -> Mapping[str, PageArray]:
+        """Per component, what it is to bring."""
+        return {name: placement.pages for name, placement in self.placements.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Started:
+    """What came of asking the lower tiers, without waiting for a load."""
+
+    load: Load | None
+    joined: bool = False
+    """Whether the load is another request's, of pages that both have."""
+    branching_boundary: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +122,8 @@ class LoadBack:
         self,
         l1: L1,
         lower: LowerTiers,
+        rule: LoadRule,
+        layers: LayerBoard | None,
         *,
         lookup_timeout_s: float,
         load_timeout_s: float,
@@ -101,25 +134,73 @@ class LoadBack:
         self._ledger = l1.ledger
         self._counters = l1.counters
         self._lower = lower
+        self._rule = rule
+        self._layers = layers
         self._lookup_timeout_s = lookup_timeout_s
         self._load_timeout_s = load_timeout_s
+        self._running: list[Load] = []
         self._late: list[Load] = []
 
     @property
     def late(self) -> tuple[Load, ...]:
-        """Loads that nobody waits for any more and that are not settled."""
+        """Loads past their time that are not settled: nobody waits for them."""
         return tuple(self._late)
+
+    @property
+    def under_way(self) -> tuple[Load, ...]:
+        """Those, and the ones that are in time."""
+        return (*self._running, *self._late)
 
     def bring(self, prompt: Prompt, namespace: Namespace, match: Match, limit_pages: int) -> Brought:
         """Try to get beyond the boundary that L1 has. Waits at most for the lookup and for the load; not
         at all while an earlier load is late, so that a slow daemon costs one deadline and holds one
-        load's slots."""
+        load's slots. Where a load of the same pages is under way it waits for that one first."""
+        shared = self._shared(prompt, namespace, match)
+        if shared is None:
+            return self._brought(self.start(prompt, namespace, match, limit_pages))
+        self._counters.loads_joined += 1
+        first = self._brought(Started(shared, joined=True))
+        match = self._index.match(namespace, prompt.tokens, limit_pages=limit_pages)
+        if match.boundaries[Tier.DEVICE] >= limit_pages:
+            return first
+        rest = self._brought(self.start(prompt, namespace, match, limit_pages))
+        none = np.empty(0, np.int32)
+        loaded = {
+            name: np.concatenate((first.loaded.get(name, none), rest.loaded.get(name, none)))
+            for name in {*first.loaded, *rest.loaded}
+        }
+        return Brought(loaded, rest.branching_boundary)
+
+    def begin(
+        self, prompt: Prompt, namespace: Namespace, match: Match, limit_pages: int, *, by_layer: bool
+    ) -> Started:
+        """The same without waiting for a load; somebody waits for what is returned until `let_go`."""
+        shared = self._shared(prompt, namespace, match)
+        if shared is not None:
+            self._counters.loads_joined += 1
+            started = Started(shared, joined=True)
+        else:
+            started = self.start(prompt, namespace, match, limit_pages, by_layer=by_layer)
+        if started.load is not None:
+            started.load.waiting += 1
+        return started
+
+    def start(
+        self,
+        prompt: Prompt,
+        namespace: Namespace,
+        match: Match,
+        limit_pages: int,
+        *,
+        by_layer: bool = False,
+    ) -> Started:
+        """Ask, and start the load that the answer calls for, if it is worth it."""
         if not self._lower.ready:
             self._counters.lookups_away += 1
-            return NOTHING
+            return Started(None)
         if any(load.transfer.outcome is Outcome.PENDING for load in self._late):
             self._counters.loads_under_way += 1
-            return NOTHING
+            return Started(None)
         device = self._l1.ready(match)
         self._counters.lookups += 1
         found = self._lower.lookup(
@@ -127,27 +208,80 @@ class LoadBack:
         )
         if found is None:
             self._counters.lookups_unanswered += 1
-            return NOTHING
-        loaded: Mapping[str, PageArray] = {}
-        if found.boundary > match.boundaries[Tier.DEVICE]:
-            if found.lease is None or not self._consistent(found, device, limit_pages):
-                self._counters.lookups_inconsistent += 1
-            else:
-                loaded = self._load(prompt, namespace, match, found, found.lease, device)
-                return Brought(loaded, found.branching_boundary)
-        if found.lease is not None:
+            return Started(None)
+        load = None
+        n_pages = found.boundary - match.boundaries[Tier.DEVICE]
+        if n_pages > 0 and (found.lease is None or not self._consistent(found, device, limit_pages)):
+            self._counters.lookups_inconsistent += 1
+        elif n_pages > 0 and found.lease is not None and self._worth(n_pages * namespace.page_size):
+            load = self._load(prompt, namespace, match, found, found.lease, device, by_layer=by_layer)
+        if load is None and found.lease is not None:
             self._lower.release(found.lease)
-        return Brought(loaded, found.branching_boundary)
+        return Started(load, branching_boundary=found.branching_boundary)
+
+    def wait(self, load: Load, timeout_s: float) -> None:
+        """Until the load has ended, at most so long."""
+        if not load.ended and not load.late:
+            load.transfer.wait(timeout_s)
+            if load.transfer.settled():
+                self._rule.loaded(load.n_tokens, time.monotonic() - load.begun_s)
+                self._running.remove(load)
+                self._end(load)
+
+    def let_go(self, load: Load) -> None:
+        """One request less waits for it."""
+        load.waiting -= 1
+        self._tidy(load)
 
     def reap(self) -> int:
-        """End the late loads that have settled meanwhile; how many."""
-        settled = [load for load in self._late if load.transfer.settled()]
-        if settled:
-            self._late = [load for load in self._late if load not in settled]
-            for load in settled:
-                if self._end(load):
-                    self._counters.loads_adopted += 1
+        """End the loads that have settled meanwhile, and give up waiting for those past their time; how
+        many have ended."""
+        settled = [load for load in self.under_way if load.transfer.settled()]
+        for load in settled:
+            (self._late if load.late else self._running).remove(load)
+            self._end(load)
+            self._counters.loads_adopted += load.late and load.landed
+        now = time.monotonic()
+        for load in [load for load in self._running if now - load.begun_s > self._load_timeout_s]:
+            load.transfer.wait(0.0)
+            self._give_up(load)
         return len(settled)
+
+    def _brought(self, started: Started) -> Brought:
+        load = started.load
+        if load is None:
+            return Brought({}, started.branching_boundary)
+        self.wait(load, self._load_timeout_s)
+        if not load.ended:
+            self._rule.loaded(load.n_tokens, time.monotonic() - load.begun_s)
+            if load in self._running:
+                self._give_up(load)
+        return Brought(load.pages if load.landed else {}, started.branching_boundary)
+
+    def _give_up(self, load: Load) -> None:
+        """It is late: what it builds on may go."""
+        outcome = load.transfer.outcome
+        self._counters.loads_late += outcome is Outcome.PENDING
+        self._counters.loads_failed += outcome is Outcome.FAILED
+        load.late = True
+        self._running.remove(load)
+        self._late.append(load)
+        self._tidy(load)
+
+    def _shared(self, prompt: Prompt, namespace: Namespace, match: Match) -> Load | None:
+        """A load in time that brings pages of this prompt beyond what L1 has."""
+        first = match.boundaries[Tier.DEVICE] * namespace.page_size
+        for load in self._running:
+            end = first + namespace.page_size
+            if load.namespace == namespace and np.array_equal(load.tokens[:end], prompt.tokens[:end]):
+                return load
+        return None
+
+    def _worth(self, n_tokens: int) -> bool:
+        skip = self._rule.skip(n_tokens)
+        self._counters.loads_skipped_short += skip is Skip.TOO_SHORT
+        self._counters.loads_skipped_slow += skip is Skip.TOO_SLOW
+        return skip is None
 
     def _consistent(self, found: Found, device: Mapping[str, BoolArray], limit_pages: int) -> bool:
         """Whether what is to be loaded, together with what L1 has, is what the boundary needs."""
@@ -173,38 +307,45 @@ class LoadBack:
         found: Found,
         lease: Lease,
         device: Mapping[str, BoolArray],
-    ) -> Mapping[str, PageArray]:
-        """Load what was found; the pages that came, none when it failed or is late."""
+        *,
+        by_layer: bool,
+    ) -> Load | None:
+        """Start loading what was found; None, and nothing taken, when L1 has no room for it."""
         needed: dict[str, PageArray] = {}
         for component in self._components:
             ready = np.flatnonzero(device[component.name][: found.boundary]).astype(np.int32)
             needed[component.name] = ready[ready >= component.coverage.start(found.boundary)]
         kept = self._index.pin_pages(match.cursor, needed, tier=Tier.DEVICE)
-        try:
-            placements = self._targets(found)
-            if placements is None:
-                self._counters.loads_no_room += 1
-                self._lower.release(lease)
-                return {}
-            load = Load(
-                namespace,
-                prompt.tokens[: found.boundary * namespace.page_size],
-                placements,
-                lease,
-                self._lower.start_load(lease, placements),
-                self._lower.epoch,
-            )
-            self._counters.loads += 1
-            outcome = load.transfer.wait(self._load_timeout_s)
-        finally:
+        placements = self._targets(found)
+        if placements is None:
             self._index.unpin(kept)
-        if not load.transfer.settled():
-            self._counters.loads_late += outcome is Outcome.PENDING
-            self._counters.loads_failed += outcome is Outcome.FAILED
-            self._late.append(load)
-            return {}
-        self._counters.loads_failed += outcome is Outcome.FAILED
-        return {name: p.pages for name, p in placements.items()} if self._end(load) else {}
+            self._counters.loads_no_room += 1
+            return None
+        row = self._layers.take() if by_layer and self._layers is not None else None
+        cells = None if row is None else row.cells
+        load = Load(
+            namespace,
+            prompt.tokens[: found.boundary * namespace.page_size],
+            placements,
+            lease,
+            self._lower.start_load(lease, placements, cells=cells),
+            self._lower.epoch,
+            kept,
+            (found.boundary - match.boundaries[Tier.DEVICE]) * namespace.page_size,
+            row,
+        )
+        self._counters.loads += 1
+        self._running.append(load)
+        return load
+
+    def _tidy(self, load: Load) -> None:
+        """Give back what nobody needs any more."""
+        if load.kept is not None and (load.late or (load.ended and not load.waiting)):
+            self._index.unpin(load.kept)
+            load.kept = None
+        if load.row is not None and load.ended and not load.waiting and self._layers is not None:
+            self._layers.give_back(load.row)
+            load.row = None
 
     def _targets(self, found: Found) -> dict[str, Placement] | None:
         """Slots for all pages to load, or None and nothing taken."""
@@ -220,14 +361,22 @@ class LoadBack:
             placements[name] = Placement(pages, slots)
         return placements
 
-    def _end(self, load: Load) -> bool:
-        """A settled load: into the index as a whole, or back to the pool as a whole. Whether it is in."""
+    def _end(self, load: Load) -> None:
+        """A settled load: into the index as a whole, or back to the pool as a whole."""
         self._lower.release(load.lease)
-        usable = load.transfer.outcome is Outcome.OK and self._completes(load)
-        if not usable:
+        load.ended = True
+        load.landed = load.transfer.outcome is Outcome.OK and self._completes(load)
+        if load.landed:
+            self._enter(load)
+        else:
+            self._counters.loads_failed += load.transfer.outcome is Outcome.FAILED and not load.late
             for name, placement in load.placements.items():
                 self._ledger.give(name, placement.slots, Owner.TRANSFER, Owner.NOBODY)
-            return False
+            if load.row is not None:
+                load.row.release()
+        self._tidy(load)
+
+    def _enter(self, load: Load) -> None:
         n_pages = len(load.tokens) // load.namespace.page_size
         offered: dict[str, SlotArray] = {}
         for component in self._components:
@@ -245,7 +394,11 @@ class LoadBack:
             self._counters.loaded_pages += len(entered)
             if known:
                 self._ledger.mark(name, entered, Copy.KNOWN)
-        return True
+        if load.waiting:
+            whole = self._index.pin(inserted.cursor, n_pages, tier=Tier.DEVICE)
+            if load.kept is not None:
+                self._index.unpin(load.kept)
+            load.kept = whole
 
     def _completes(self, load: Load) -> bool:
         """Whether L1 and what was loaded still make up the boundary: a late load may find its prefix gone."""

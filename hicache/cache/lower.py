@@ -9,6 +9,7 @@ from typing import Protocol
 from hicache.client.messages import (
     BackupOutcome,
     Found,
+    LayerCells,
     Lease,
     Placement,
     PrefetchPolicy,
@@ -59,7 +60,9 @@ class LowerTiers(Protocol):
         self, prompt: Prompt, *, device: Mapping[str, BoolArray], limit_pages: int, timeout_s: float
     ) -> Found | None: ...
 
-    def start_load(self, lease: Lease, placements: Mapping[str, Placement]) -> Transfer: ...
+    def start_load(
+        self, lease: Lease, placements: Mapping[str, Placement], *, cells: LayerCells | None = None
+    ) -> Transfer: ...
 
     def start_backup(self, prompt: Prompt, placements: Mapping[str, Placement]) -> Transfer: ...
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hicache.cache.lower import PrefetchUnderWay
+from hicache.cache.pending import Loading
 from hicache.client.messages import Prompt
 from hicache.core.identity import Namespace
 from hicache.core.pins import Receipt
@@ -50,6 +51,8 @@ class Request:
     """The first `n_pages` pages, of which the slots are."""
     cursor: Cursor
     receipt: Receipt
+    loading: Loading | None = field(default=None)
+    """A load that `begin` did not wait for: end it before anything else but `abort`."""
     inserted: bool = field(default=False)
     """Whether it has inserted anything yet."""
     ended: bool = field(default=False)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from fake_lower import PAGE_TOKENS, FakeLower, Key, fill, key, make_layout, make_memory, tag
 
-from hicache.cache import Request, UnifiedRadixCache, WritePolicy, WriteRules
-from hicache.client import Placement, Prompt
+from hicache.cache import LoadRule, Request, UnifiedRadixCache, WritePolicy, WriteRules
+from hicache.client import LayerBoard, Placement, Prompt
 from hicache.core.coverage import Checkpoint
 from hicache.core.words import NO_SLOT, SlotArray, Tier, TokenArray
 
@@ -40,6 +40,8 @@ class Engine:
         share: float = 1.0,
         policy: WritePolicy = WritePolicy.WRITE_THROUGH,
         rules: WriteRules = WriteRules(),  # noqa: B008 - frozen
+        rule: LoadRule | None = None,
+        layers: LayerBoard | None = None,
         **slots: int,
     ) -> None:
         layout = make_layout(**slots)
@@ -53,6 +55,8 @@ class Engine:
             max_backup_share=share,
             write_policy=policy,
             write_rules=rules,
+            load_rule=rule,
+            layers=layers,
         )
         self.users: dict[Key, set[str]] = {}
         """For every page that was ever computed: the requests that have used it, or more."""
@@ -66,7 +70,14 @@ class Engine:
         self.memory[component][target] = self.memory[component][source]
 
     def begin(
-        self, tokens: TokenArray, *, salt: str = "", adapter: str = "", private: bool = False, name: str = ""
+        self,
+        tokens: TokenArray,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        private: bool = False,
+        name: str = "",
+        wait: bool = True,
     ) -> Running | None:
         """None when the engine has no slot for the request's recurrent state."""
         name = name or f"r{next(self._ids)}"
@@ -78,16 +89,30 @@ class Engine:
                 self.check()
                 return None
             own["mamba"] = int(slots[0])
-        request = self.cache.begin(name, tokens, salt=salt, adapter=adapter, private=own)
+        request = self.cache.begin(name, tokens, salt=salt, adapter=adapter, private=own, wait=wait)
         running = Running(request, prompt, private=own.get("mamba", NO_SLOT))
         for component in self.components:
             running.table[component.name] = request.slots[component.name].copy()
         self.running.append(running)
-        if private and request.boundary:
-            got = self.memory["mamba"][running.private]
-            assert np.array_equal(got, tag(prompt, "mamba", request.boundary - 1)), "another state"
+        self._check_private(running)
         self.check()
         return running
+
+    def take_loaded(self, running: Running) -> None:
+        """End the request's load, whether it has come or not."""
+        loading = running.request.loading
+        assert loading is not None
+        loading.end()
+        for name, slots in running.request.slots.items():
+            running.table[name] = slots.copy()
+        self._check_private(running)
+        self.check()
+
+    def _check_private(self, running: Running) -> None:
+        request, prompt = running.request, running.prompt
+        if running.private != NO_SLOT and request.boundary:
+            got = self.memory["mamba"][running.private]
+            assert np.array_equal(got, tag(prompt, "mamba", request.boundary - 1)), "another state"
 
     def compute(self, running: Running, to: int, *, checkpoint: bool = True) -> bool:
         """Prefill up to page `to`, in one chunk; False when there is no room. Recurrent state is kept for

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hicache.client import (
     BackupOutcome,
     Found,
+    LayerCells,
     Lease,
     Outcome,
     Placement,
@@ -178,7 +179,9 @@ class FakeLower:
             self.release(lease)
         return answer
 
-    def start_load(self, lease: Lease, placements: Mapping[str, Placement]) -> FakeTransfer:
+    def start_load(
+        self, lease: Lease, placements: Mapping[str, Placement], *, cells: LayerCells | None = None
+    ) -> FakeTransfer:
         prompt, frames = self._leased[lease.lease_id], self.leases[lease.lease_id]
 
         def act() -> None:

@@ -42,13 +42,33 @@ class EngineLife(RuleBasedStateMachine):
         self.named = 0
 
     def running(self, n: int) -> Running:
-        return self.engine.running[n % len(self.engine.running)]
+        running = self.engine.running[n % len(self.engine.running)]
+        if running.request.loading:
+            self.engine.take_loaded(running)
+        return running
 
     # ---- requests
 
     @rule(pages=PAGES, tail=st.integers(0, 1), salt=TENANTS, private=st.booleans())
     def begin(self, pages: list[int], tail: int, salt: str, private: bool) -> None:
         self._begin("", pages, tail, salt, private=private and "mamba" in self.sizes)
+
+    @rule(pages=PAGES, salt=TENANTS, private=st.booleans())
+    def begin_without_waiting(self, pages: list[int], salt: str, private: bool) -> None:
+        private = private and "mamba" in self.sizes
+        running = self.engine.begin(tokens_of(*pages), salt=salt, private=private, wait=False)
+        if running is not None and running.request.loading is None:
+            assert sum(running.request.hit_pages.values()) == running.request.boundary
+
+    @precondition(lambda self: any(r.request.loading for r in self.engine.running))
+    @rule(n=MANY)
+    def take_what_was_loaded(self, n: int) -> None:
+        loading = [running for running in self.engine.running if running.request.loading]
+        running = loading[n % len(loading)]
+        before = running.request.boundary
+        self.engine.take_loaded(running)
+        assert running.request.boundary >= before
+        assert sum(running.request.hit_pages.values()) == running.request.boundary
 
     @rule(pages=PAGES, salt=TENANTS)
     def queue(self, pages: list[int], salt: str) -> None:

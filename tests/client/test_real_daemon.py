@@ -116,7 +116,7 @@ def test_a_daemon_frozen_with_a_load_in_hand_holds_its_slots_until_it_has_answer
     big.cache._loads._load_timeout_s = 0.2  # type: ignore[union-attr]
     start_load = big.client.start_load
 
-    def freeze_then_load(lease: Lease, placements: Mapping[str, Placement]) -> Ticket:
+    def freeze_then_load(lease: Lease, placements: Mapping[str, Placement], *, cells: None) -> Ticket:
         daemon.send(signal.SIGSTOP)
         return start_load(lease, placements)
 
