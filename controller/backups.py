@@ -241,11 +241,12 @@ class Backups:
         model = group.model
         await asyncio.wait([joint.planned])
         await asyncio.wait([joint.meeting.over])
+        failure = joint.meeting.over.exception()
         filling = joint.planned.result()
         if filling.fill is not None:
             none = {name: np.zeros(len(p), dtype=bool) for name, (p, _) in filling.fill.placements.items()}
             with model.because(Reason.BACKUP, backup.prompt.session_id):
-                model.end_fill(filling.fill, none if joint.meeting.over.exception() else None)
+                model.end_fill(filling.fill, none if failure else None)
         model.index.unpin(filling.chain)
         self._counters.backup_bytes += sum(joint.meeting.over.result())
         namespace, tokens = model.namespace(backup.prompt), model.whole_pages(backup.prompt)

@@ -24,6 +24,9 @@ from hicache.core.words import SlotArray
 
 EXTENTS_TRIED = 8
 """How many extents of a component are looked at for one that can be emptied, unless nothing else helps."""
+FREE_PART = 16
+"""A component keeps an extent's worth of free slots, and this fraction of what it uses, for itself while
+there is something to evict: what one request's pages left free, the next one's will take."""
 QUOTA_SLACK = 16
 """A tenant at its quota gives up at least this fraction of it at once, so that looking for its coldest pages
 costs little per page."""
@@ -42,6 +45,17 @@ class Holding(NamedTuple):
 
     model: Model
     shelf: Shelf
+
+    @property
+    def roomy(self) -> bool:
+        """Its free slots can make up a whole extent."""
+        return self.shelf.arena.free_slots >= max(1, self.shelf.arena.slots_per_extent)
+
+    @property
+    def plenty(self) -> bool:
+        """They are more than it needs itself when pages come and go at the usual pace."""
+        arena = self.shelf.arena
+        return (arena.free_slots - arena.slots_per_extent) * arena.slot_bytes > arena.used_bytes // FREE_PART
 
     @property
     def coldest(self) -> int:
@@ -129,32 +143,54 @@ class HostMemory:
     # -- making room ---------------------------------------------------------------------------------
 
     def _make_room(self, wanted: Holding, n_pages: int, extents_tried: int) -> None:
-        """Until the component can have `n_pages` slots, or nothing more can be had."""
+        """Until the component can have `n_pages` slots, or nothing more can be had: first what others have
+        free beyond what they are likely to need, then the coldest pages, then what others have free."""
         arena = wanted.shelf.arena
         stuck: set[Shelf] = set()
+        """Components with free slots enough, but no extent without a page that must stay where it is."""
+
+        def concentrate(holding: Holding) -> bool:
+            moved = holding.model.empty_an_extent(holding.shelf.name, extents_tried)
+            if moved is None:
+                stuck.add(holding.shelf)
+                return False
+            self._counters.host_moved_pages += moved
+            return True
+
         while arena.slots_per_extent and (short := n_pages - arena.obtainable()) > 0:
-            if not self._concentrate(wanted, stuck, extents_tried) and not self._evict(wanted, short, stuck):
+            roomy = [one for one in self._holdings() if one.roomy and one.shelf not in (*stuck, wanted.shelf)]
+            victim, upto = self._coldest(wanted, stuck)
+            plenty = next((one for one in roomy if one.plenty), None)
+            if plenty is not None:
+                concentrate(plenty)
+            elif victim is not None and victim not in roomy:
+                self._evict(wanted, victim, short, upto)
+            elif roomy:
+                concentrate(victim or roomy[0])
+            else:
                 return
 
-    def _evict(self, wanted: Holding, short: int, stuck: set[Shelf]) -> bool:
-        """Give up the coldest pages there are; False when there are none. How many: what is short of the
-        component's own, of another component as many as free a whole extent."""
+    def _coldest(self, wanted: Holding, stuck: set[Shelf]) -> tuple[Holding | None, int]:
+        """Who has the coldest page that can go, and up to which key it has the coldest."""
         offered = sorted(
-            (holding.coldest, holding.shelf is not wanted.shelf, i, holding)
-            for i, holding in enumerate(self._holdings())
-            if holding.shelf not in stuck and self._above_floor(wanted, holding)
+            (one.coldest, one.shelf is not wanted.shelf, number, one)
+            for number, one in enumerate(self._holdings())
+            if one.shelf not in stuck and self._above_floor(wanted, one)
         )
         if not offered or offered[0][0] == LAST_KEY:
-            return False
-        victim = offered[0][3]
+            return None, LAST_KEY
+        return offered[0][3], offered[1][0] if len(offered) > 1 else LAST_KEY
+
+    def _evict(self, wanted: Holding, victim: Holding, short: int, upto: int) -> None:
+        """Give up a component's coldest pages. How many: of the wanted one what it is short of, of another
+        as many as fill the extents that it takes."""
         model, shelf = victim
         pages = short
         if shelf is not wanted.shelf:
-            pages = max(1, shelf.arena.slots_per_extent - shelf.arena.free_slots)
+            n_extents = -(-short // wanted.shelf.arena.slots_per_extent)
+            pages = n_extents * shelf.arena.slots_per_extent - shelf.arena.free_slots
             pages = min(pages, self._above_floor(wanted, victim))
-        upto = offered[1][0] if len(offered) > 1 else LAST_KEY
         self._evicted(model, model.index.reclaiming.evict_colder(shelf.name, HOST, pages, upto))
-        return True
 
     def _above_floor(self, wanted: Holding, holding: Holding) -> int:
         """Pages that the holding's component can give up to the wanted one."""
@@ -166,21 +202,6 @@ class HostMemory:
                 held[one.shelf.name] += one.shelf.arena.used_bytes
             nbytes = min(nbytes, held[holding.shelf.name] - int(floor * self.capacity_bytes))
         return max(0, nbytes // holding.shelf.slot_bytes)
-
-    def _concentrate(self, wanted: Holding, stuck: set[Shelf], extents_tried: int) -> bool:
-        """Bring the free slots of one other component together so that an extent is free. A component that
-        has enough of them, but no extent without a page that must stay where it is, is stuck."""
-        for model, shelf in self._holdings():
-            if shelf is wanted.shelf or shelf in stuck:
-                continue
-            if shelf.arena.free_slots < max(1, shelf.arena.slots_per_extent):
-                continue
-            moved = model.empty_an_extent(shelf.name, extents_tried)
-            if moved is not None:
-                self._counters.host_moved_pages += moved
-                return True
-            stuck.add(shelf)
-        return False
 
     def _quota_pages(self, wanted: Holding, salt: str) -> int:
         """The most that the tenant could have; without a quota, no bound."""

@@ -192,7 +192,8 @@ class Model:
     def end_fill(self, fill: Fill, good: Mapping[str, BoolArray] | None) -> None:
         """Make the pages READY whose bytes are good (None: all of them) and give the others back."""
         if good is None:
-            self.index.publish(fill.reservation)
+            for name, surplus in self.index.publish(fill.reservation).items():
+                self.shelves[name].arena.free(surplus)
         else:
             self.index.withdraw(fill.reservation)
             kept = {}
@@ -263,7 +264,7 @@ class Model:
         when there is no room for them, or none of those tried can be emptied."""
         arena, owners = self.shelves[component].arena, self._owners[component]
         reclaiming = self.index.reclaiming
-        for extent in arena.emptiest()[:most_tried]:
+        for extent in arena.emptiest(most_tried):
             old = arena.slots_in(extent)
             found = [(slot, owners.get(slot)) for slot in old.tolist()]
             if all(own and reclaiming.movable(own[0], component, HOST, own[1], slot) for slot, own in found):

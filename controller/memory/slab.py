@@ -281,13 +281,17 @@ class HostArena:
         slots: SlotArray = np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int32)
         return slots
 
-    def emptiest(self) -> list[int]:
-        """The extents of this arena, fewest frames first, when its free slots elsewhere can hold all frames
-        of one; else none."""
+    def emptiest(self, at_most: int) -> list[int]:
+        """Up to so many extents of this arena, fewest frames first, when its free slots elsewhere can hold
+        all frames of one; else none."""
         if self._n_free < max(1, self.slots_per_extent):
             return []
         mine = np.flatnonzero(self._n_used)
-        emptiest: list[int] = mine[np.argsort(self._n_used[mine], kind="stable")].tolist()
+        counts = self._n_used[mine]
+        if at_most < len(mine):
+            few = np.argpartition(counts, at_most)[:at_most]
+            mine, counts = mine[few], counts[few]
+        emptiest: list[int] = mine[np.argsort(counts, kind="stable")].tolist()
         return emptiest
 
     def slots_in(self, extent: int) -> SlotArray:
