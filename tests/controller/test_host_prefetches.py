@@ -80,3 +80,18 @@ async def test_only_what_storage_has_takes_host_room(rig: Rig) -> None:
     read_bytes = (4 + 1) * SLOT_BYTES + 2 * SLOT_BYTES // 2
     evicted_bytes = used_bytes + read_bytes - controller._host.used_bytes
     assert evicted_bytes <= read_bytes + 3 * SLOT_BYTES  # and at most an extent for each component
+
+
+async def test_prefetches_that_all_want_more_than_half_end_with_what_fits(rig: Rig) -> None:
+    """MEMORY-05: nobody holds a part and waits for the rest; each gets what its progress says."""
+    prompts = [prompt(seed, 6) for seed in range(3)]
+    engine = await stored(rig, prompts, 16, 1.0)
+    progress = await asyncio.gather(*(engine.prefetch(tokens) for tokens in prompts))
+    assert max(one.boundary for one in progress) == 6
+    for tokens, one in zip(prompts, progress, strict=True):
+        assert engine.lookup(tokens).boundary == one.boundary
+        assert one.boundary == 6 or one.reason == "host_capacity"
+    engine.controller.flush()
+    for tokens in prompts:
+        await engine.prefetch(tokens)
+        assert await engine.load_and_check(tokens) == 6

@@ -290,7 +290,7 @@ class ControllerMachine(RuleBasedStateMachine):
 
 
 class TightMachine(ControllerMachine):
-    """The same with so little host memory that everything is evicted all the time: boundaries are whatever
+    """WRITE-04: the same with so little host memory that everything is evicted all the time: boundaries are what
     they are, but bytes are right and nothing leaks, though frames move among extents of four or eight."""
 
     capacity_bytes = 16 << 10
