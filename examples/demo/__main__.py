@@ -24,6 +24,7 @@ from examples.demo.plan import full_plan, quick_plan
 from examples.demo.plot import write_plot
 from examples.demo.process import DemoError
 from examples.demo.runs import Configuration, Plan, Run, play
+from examples.demo.servers import Storage
 from examples.demo.workload import Script
 
 _STAGES = (
@@ -126,12 +127,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, help="agents that take turns (default 10)")
     parser.add_argument("--rounds", type=int, help="turns before the restart (default 10)")
     parser.add_argument("--quick", action="store_true", help="a small run, some 15 seconds")
+    parser.add_argument(
+        "--storage",
+        choices=[each.value for each in Storage],
+        default=Storage.FILE.value,
+        help="what serves as L3 (default file); redis and mooncake run beside the daemon",
+    )
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the plot and the JSON")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and of the order of clients")
     options = parser.parse_args(arguments)
     make = quick_plan if options.quick else full_plan
+    storage = Storage(options.storage)
     try:
-        plan = make(clients=options.clients, rounds=options.rounds, seed=options.seed)
+        plan = make(clients=options.clients, rounds=options.rounds, seed=options.seed, storage=storage)
     except ValueError as error:
         parser.error(str(error))
     console = Console()

@@ -14,10 +14,12 @@ from pathlib import Path
 from types import TracebackType
 
 import grpc
+import msgspec
 import yaml
 
 from examples.demo.process import DemoError
 from proto.v1 import hicache_pb2 as pb
+from storage_backends.specs import BackendSpec
 
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 30.0
@@ -31,8 +33,8 @@ class DaemonSettings:
     """What the demo asks of a daemon."""
 
     host_bytes: int
-    storage_bytes: int | None
-    """Capacity of the directory that serves as L3; None for no third tier."""
+    storage: BackendSpec | None
+    """What serves as L3; None for no third tier."""
 
 
 class Daemon:
@@ -43,7 +45,7 @@ class Daemon:
         self.socket = directory / "hicache.sock"
         self._log = directory / "daemon.log"
         self._config = directory / "hicache.yaml"
-        self._config.write_text(yaml.safe_dump(_configuration(settings, directory, self.socket)))
+        self._config.write_text(yaml.safe_dump(_configuration(settings, self.socket)))
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Daemon:
@@ -169,17 +171,12 @@ def _busy(status: pb.StatusReply) -> bool:
     )
 
 
-def _configuration(settings: DaemonSettings, directory: Path, socket: Path) -> dict[str, object]:
+def _configuration(settings: DaemonSettings, socket: Path) -> dict[str, object]:
     configuration: dict[str, object] = {
         "server": {"socket": str(socket)},
         "host": {"capacity": settings.host_bytes},
         "http": None,
     }
-    if settings.storage_bytes is not None:
-        backend = {
-            "kind": "file",
-            "path": str(directory / "storage"),
-            "capacity_bytes": settings.storage_bytes,
-        }
-        configuration["storage"] = {"tiers": [{"backend": backend}]}
+    if settings.storage is not None:
+        configuration["storage"] = {"tiers": [{"backend": msgspec.to_builtins(settings.storage)}]}
     return configuration

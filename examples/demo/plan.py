@@ -9,24 +9,27 @@ from __future__ import annotations
 from examples.demo.arithmetic import Shape
 from examples.demo.memory import Slots, layout_of
 from examples.demo.runs import Plan
+from examples.demo.servers import Storage
 from examples.demo.workload import Sizes
 
 _TURN_OVERHEAD_TOKENS = 64
 """Heading and question of a turn, at most."""
 
 
-def full_plan(*, clients: int | None, rounds: int | None, seed: int) -> Plan:
+def full_plan(*, clients: int | None, rounds: int | None, seed: int, storage: Storage = Storage.FILE) -> Plan:
     """The demo as it is meant to be seen: about two minutes on two cores."""
-    return _plan(Sizes(clients or 10, rounds or 10), 3, seed)
+    return _plan(Sizes(clients or 10, rounds or 10), 3, seed, storage)
 
 
-def quick_plan(*, clients: int | None, rounds: int | None, seed: int) -> Plan:
+def quick_plan(
+    *, clients: int | None, rounds: int | None, seed: int, storage: Storage = Storage.FILE
+) -> Plan:
     """The same in small, for tests."""
     sizes = Sizes(clients or 6, rounds or 4, system_tokens=512, chunk_tokens=256, answer_tokens=8)
-    return _plan(sizes, 1, seed)
+    return _plan(sizes, 1, seed, storage)
 
 
-def _plan(sizes: Sizes, rounds_after_restart: int, seed: int) -> Plan:
+def _plan(sizes: Sizes, rounds_after_restart: int, seed: int, storage: Storage) -> Plan:
     if sizes.clients < 2 or sizes.rounds < 2:
         raise ValueError("clients and rounds: at least 2 of each, or there is nothing to share")
     shape = Shape()
@@ -47,6 +50,7 @@ def _plan(sizes: Sizes, rounds_after_restart: int, seed: int) -> Plan:
         slots=slots,
         device_bytes=device_bytes,
         host_bytes=before_restart * page_bytes["full"] * 7 // 10,
+        storage=storage,
         storage_bytes=1 << 30,
         seed=seed,
     )

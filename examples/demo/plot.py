@@ -78,7 +78,8 @@ def write_plot(path: Path, runs: Sequence[Run], plan: Plan, expected: Mapping[st
     figure.suptitle(
         f"HiCache demo: {sizes.clients} agents read source files through a hybrid model "
         f"(full attention, sliding window, recurrent), prompts up to {_longest_prompt(runs):,} tokens\n"
-        f"L1 {_mib(plan.device_bytes)}, L2 {_mib(plan.host_bytes)}, L3 {_mib(stored)} used",
+        f"L1 {_mib(plan.device_bytes)}, L2 {_mib(plan.host_bytes)}, L3 {_mib(stored)} used: "
+        f"{plan.storage.title}",
         fontsize=11,
     )
     handles = [*waits.get_legend_handles_labels()[0], ceiling_line, *bars]

@@ -49,7 +49,10 @@ def rounds_table(run: Run, plan: Plan, expected: Mapping[str, Ceiling]) -> Table
             f"{played.input_tokens_per_s:,.0f}",
         )
     if run.configuration is Configuration.L1_L2_L3:
-        table.caption = f"Before round {plan.sizes.rounds + 1} the daemon was restarted: its L2 was empty."
+        table.caption = (
+            f"Before round {plan.sizes.rounds + 1} the daemon was restarted: its L2 was empty. "
+            f"Its L3 is {plan.storage.title}."
+        )
         table.caption_justify = "left"
     return table
 
@@ -106,6 +109,7 @@ def write_figures(
         "rounds_after_restart": plan.rounds_after_restart,
         "page_tokens": size,
         "seed": plan.seed,
+        "storage": plan.storage.value,
         "passed": not problems,
         "failed_checks": list(problems),
         "configurations": {

@@ -17,6 +17,7 @@ from examples.demo.engine import Served
 from examples.demo.memory import Slots
 from examples.demo.play import Round, Session
 from examples.demo.process import EngineProcess, EngineSettings
+from examples.demo.servers import Storage, serving
 from examples.demo.workload import Script, Sizes
 from proto.v1 import hicache_pb2 as pb
 
@@ -40,6 +41,7 @@ class Plan:
     slots: Slots
     device_bytes: int
     host_bytes: int
+    storage: Storage
     storage_bytes: int
     seed: int
 
@@ -83,8 +85,12 @@ def play(
     with ExitStack() as processes:
         daemon = None
         if configuration in (Configuration.L1_L2, Configuration.L1_L2_L3):
-            storage = plan.storage_bytes if configuration is Configuration.L1_L2_L3 else None
-            daemon = processes.enter_context(Daemon(DaemonSettings(plan.host_bytes, storage), directory))
+            spec = None
+            if configuration is Configuration.L1_L2_L3:
+                lent = serving(plan.storage, plan.storage_bytes, directory / "storage")
+                spec = processes.enter_context(lent)
+            settings = DaemonSettings(plan.host_bytes, spec)
+            daemon = processes.enter_context(Daemon(settings, directory / "daemon"))
         engine = processes.enter_context(EngineProcess(_engine_settings(configuration, plan, daemon)))
         if daemon is not None:
             engine.await_daemon()

@@ -40,10 +40,13 @@ os.execv(binary, sys.argv[2:])
 class EmbeddedServer:
     """Runs from construction to `close`."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        """Returns when it takes connections. Raises StorageError with the remedy when it does not."""
+    def __init__(self, capacity_bytes: int, *, directory: str | None = None) -> None:
+        """Returns when it takes connections. Raises StorageError with the remedy when it does not.
+
+        `directory` is for its socket and must be this user's alone; by default all of a user's servers share
+        one."""
         self._binary = _binary_path()
-        directory = _private_directory()
+        directory = directory or _private_directory()
         clean_dead_writers(directory)
         self._claim = Claim(directory)
         self._path = self._claim.temporary_path()
