@@ -290,8 +290,8 @@ class ControllerMachine(RuleBasedStateMachine):
 
 
 class TightMachine(ControllerMachine):
-    """WRITE-04: the same with so little host memory that everything is evicted all the time: boundaries are what
-    they are, but bytes are right and nothing leaks, though frames move among extents of four or eight."""
+    """WRITE-04: the same with so little host memory that everything is evicted all the time: boundaries are
+    what they are, but bytes are right and nothing leaks, though frames move among extents of 4 or 8."""
 
     capacity_bytes = 16 << 10
     extent_bytes = 2 << 10
