@@ -3,6 +3,7 @@
 Never raises the daemon's trouble into the engine: what cannot be had in time reads as a miss.
 """
 
+from hicache.client.aio import AsyncClient
 from hicache.client.client import Client
 from hicache.client.cuda import CudaRegion, ReadyRing, StreamCells
 from hicache.client.layers import LayerBoard, LayerRow
@@ -25,6 +26,7 @@ from hicache.client.regions import SharedRegion
 from hicache.client.tickets import Outcome, Ticket
 
 __all__ = [
+    "AsyncClient",
     "BackupOutcome",
     "Client",
     "CudaRegion",

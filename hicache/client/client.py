@@ -11,13 +11,14 @@ import logging
 import random
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Protocol
 
 import grpc
 
 from hicache.client import wire
-from hicache.client.connection import Connection
+from hicache.client.connection import Call, Connection
 from hicache.client.cuda import CudaRegion
 from hicache.client.daemon_process import DaemonProcess
 from hicache.client.handover import hand_over
@@ -57,6 +58,31 @@ _REFUSED_PAUSE_S = 5.0
 
 class _Refused(Exception):  # noqa: N818 - the name is what it is
     """The daemon does not accept this engine: only a change of one of the two can help."""
+
+
+class Asking:
+    """A lookup that was sent. Made by `Client.ask`."""
+
+    def __init__(self, connection: Connection, call: Call) -> None:
+        self._connection = connection
+        self.call = call
+
+    def found(self) -> Found | None:
+        """What was found, now that the caller's deadline has passed or the answer is there; None for a
+        refusal or no answer: the daemon is then asked nothing more until it says something, and what it
+        still finds is released."""
+        if not self.call.ended:
+            self._connection.late()
+            self.give_up()
+            return None
+        reply = self.call.reply
+        if reply is None or not reply.HasField("lookup_prefix"):
+            return None
+        return wire.found_from(reply.lookup_prefix, self._connection.attachment)
+
+    def give_up(self) -> None:
+        """Nobody takes the answer: release what it finds."""
+        self.call.then(partial(_release_found, self._connection))
 
 
 class _Stream(Protocol):
@@ -145,20 +171,19 @@ class Client:
     ) -> Found | None:
         """The deepest boundary over L1 (`device`: per component, the pages READY there) and L2; None
         when the daemon is away, refuses, or does not answer within `timeout_s`. Release the lease."""
+        asking = self.ask(prompt, device=device, limit_pages=limit_pages)
+        if asking is None:
+            return None
+        asking.call.wait(timeout_s)
+        return asking.found()
+
+    def ask(self, prompt: Prompt, *, device: Mapping[str, BoolArray], limit_pages: int) -> Asking | None:
+        """Send a lookup and wait for nothing; None when the daemon is away. End it with `found`."""
         connection = self._connection
         if connection is None or connection.quiet:
             return None
         call = connection.send(_lookup_message(prompt, device, limit_pages))
-        if call is None:
-            return None
-        if not call.wait(timeout_s):
-            connection.late()
-            call.then(lambda reply: _release_found(connection, reply))
-            return None
-        reply = call.reply
-        if reply is None or not reply.HasField("lookup_prefix"):
-            return None
-        return wire.found_from(reply.lookup_prefix, connection.attachment)
+        return None if call is None else Asking(connection, call)
 
     def start_load(
         self,

@@ -19,7 +19,8 @@ class Prefetching:
     def __init__(self, connection: Connection, started: Call, before: Call) -> None:
         """`before`: a lookup that was sent just ahead of the prefetch."""
         self._connection = connection
-        self._started = started
+        self.started = started
+        """Ends when the daemon has said whether it has begun."""
         self._before = before
 
     @property
@@ -32,28 +33,29 @@ class Prefetching:
         """How it stands when the daemon, by the prefetch's policy, has waited enough; None when the
         daemon has not answered within `timeout_s`, or cannot (then it is cancelled)."""
         deadline = time.monotonic() + timeout_s
-        if not self._started.wait(timeout_s):
+        if not self.started.wait(timeout_s):
             self.cancel()
             return None
-        reply = self._started.reply
-        if reply is None or not reply.HasField("prefetch"):
-            return None
-        asked = self._connection.send(
-            pb.EngineMessage(wait_prefetch=pb.WaitPrefetchRequest(prefetch_id=reply.prefetch.prefetch_id))
-        )
+        asked = self.ask()
         if asked is None:
             return None
         if not asked.wait(deadline - time.monotonic()):
             self.cancel()
             return None
-        answer = asked.reply
-        if answer is None or not answer.HasField("wait_prefetch"):
+        return progress_of(asked)
+
+    def ask(self) -> Call | None:
+        """Ask how it stands, once it is known to have begun; None when it has not, or the stream ended."""
+        reply = self.started.reply
+        if reply is None or not reply.HasField("prefetch"):
             return None
-        return progress_from(answer.wait_prefetch)
+        return self._connection.send(
+            pb.EngineMessage(wait_prefetch=pb.WaitPrefetchRequest(prefetch_id=reply.prefetch.prefetch_id))
+        )
 
     def cancel(self) -> None:
         """Stop it as soon as it is known to have begun. Does not wait."""
-        self._started.then(self._cancel_started)
+        self.started.then(self._cancel_started)
 
     def _cancel_started(self, reply: pb.DaemonMessage | None) -> None:
         if reply is not None and reply.HasField("prefetch"):
@@ -62,3 +64,11 @@ class Prefetching:
                     cancel_prefetch=pb.CancelPrefetchRequest(prefetch_id=reply.prefetch.prefetch_id)
                 )
             )
+
+
+def progress_of(asked: Call) -> Progress | None:
+    """The answer to `Prefetching.ask`; None when there is none, or it is a refusal."""
+    answer = asked.reply
+    if answer is None or not answer.HasField("wait_prefetch"):
+        return None
+    return progress_from(answer.wait_prefetch)

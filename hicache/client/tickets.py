@@ -7,7 +7,7 @@ again only when a ticket is *settled*. Decides nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 
 from hicache.client.connection import Call, Connection
@@ -58,6 +58,14 @@ class Ticket:
         if self._call is not None and not self._call.wait(timeout_s) and self._connection is not None:
             self._connection.late()
         return self.outcome
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Run `act` once when the outcome is known (now, if it is), on the client's thread: do not wait
+        in it."""
+        if self._call is None:
+            act()
+        else:
+            self._call.then(lambda reply: act())
 
     def settled(self) -> bool:
         """Whether no byte of the transfer can move any more: it was never sent, or it was answered, or
