@@ -254,8 +254,10 @@ class Model:
             shelf, owners = self.shelves[name], self._owners[name]
             shelf.arena.free(slots)
             for slot in slots.tolist():
-                cursor, _ = owners.pop(slot)
-                self.tenant_bytes[cursor.namespace.salt] -= shelf.slot_bytes
+                salt = owners.pop(slot)[0].namespace.salt
+                self.tenant_bytes[salt] -= shelf.slot_bytes
+                if not self.tenant_bytes[salt]:
+                    del self.tenant_bytes[salt]
 
     def empty_an_extent(self, component: str, most_tried: int) -> int | None:
         """Move the frames out of the component's emptiest extent, into free slots of its others, so that

@@ -89,7 +89,7 @@ async def test_prefetches_that_all_want_more_than_half_end_with_what_fits(rig: R
     progress = await asyncio.gather(*(engine.prefetch(tokens) for tokens in prompts))
     assert max(one.boundary for one in progress) == 6
     for tokens, one in zip(prompts, progress, strict=True):
-        assert engine.lookup(tokens).boundary == one.boundary
+        assert await engine.load_and_check(tokens) == one.boundary
         assert one.boundary == 6 or one.reason == "host_capacity"
     engine.controller.flush()
     for tokens in prompts:
