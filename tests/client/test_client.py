@@ -357,7 +357,7 @@ def test_another_daemon_on_the_socket_does_not_settle_what_the_first_has_in_hand
 ) -> None:
     """The first is frozen, not dead: when it wakes it may write. Only its death frees the slots."""
     first = spawn("boot-1")
-    client = connect(silence_s=0.3)
+    client = connect(silence_s=1.0)
     assert client.wait_attached(SOON_S)
     first.tell("hold load")
     ticket = client.start_load(LEASE, PAGES)
