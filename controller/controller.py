@@ -286,14 +286,20 @@ class HybridCacheController:
             raise
 
     def prefetch(self, prefetch: Prefetch) -> str:
-        """Start bringing a prompt's frames from storage; returns the prefetch's id."""
+        """Start bringing a prompt's frames from storage; returns the prefetch's id. What host memory has of
+        it and storage is not known to have is offered to storage again."""
         engine, group = self._whole(prefetch.lookup.prompt.engine_id)
         self._check_components("device", prefetch.lookup.device, engine.model)
         return group.decide(
             engine.spec.rank,
             ("prefetch", prefetch.lookup.prompt.request_id),
-            lambda: self._prefetches.start(group.group_id, group.model, prefetch),
+            lambda: self._prefetch(group, prefetch),
         )
+
+    def _prefetch(self, group: Group, prefetch: Prefetch) -> str:
+        model, prompt = group.model, prefetch.lookup.prompt
+        self.storage.repair(model, model.namespace(prompt), model.whole_pages(prompt))
+        return self._prefetches.start(group.group_id, model, prefetch)
 
     async def wait_prefetch(self, engine_id: str, prefetch_id: str) -> Progress:
         """As long as the prefetch's policy says; then what a lookup can use."""

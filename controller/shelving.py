@@ -55,7 +55,27 @@ class Shelving:
 
     def offer(self, model: Model, namespace: Namespace, tokens: TokenArray) -> None:
         """Write to every writable tier, in due time, what of this path is in host memory and not stored."""
-        writers = [served.writer for served in self._served.values() if served.member.policy.write]
+        self._offer(
+            [served.writer for served in self._served.values() if served.member.policy.write],
+            model,
+            namespace,
+            tokens,
+        )
+
+    def repair(self, model: Model, namespace: Namespace, tokens: TokenArray) -> None:
+        """The same, of a path that is being asked for, to the tiers that are well: an earlier write of it may
+        have failed or been dropped. In direct mode host memory has nothing that is not due already."""
+        if not self._settings.staging:
+            well = [
+                served.writer
+                for served in self._served.values()
+                if served.member.policy.write and not served.member.problem
+            ]
+            self._offer(well, model, namespace, tokens)
+
+    def _offer(
+        self, writers: Sequence[StorageWriter], model: Model, namespace: Namespace, tokens: TokenArray
+    ) -> None:
         if not writers:
             return
         frames = due_frames(model, namespace, tokens, self._settings.storage_prefix)

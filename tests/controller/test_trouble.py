@@ -24,12 +24,13 @@ from controller.requests import (
     UnknownEngine,
 )
 from controller.settings import ControllerSettings
-from controller.storage import StorageStack
+from controller.storage import StorageStack, TierPolicy
 from controller.transfers.copies import CopyTable
 from controller.transfers.cpu import CpuCopyEngine
 from hicache.core.identity import storage_key
 from storage_backends.base import Outcome
 from tests.controller import rig as rig_module
+from tests.controller.doubles import Mood, ScriptedTier
 from tests.controller.rig import Rig, TaggedEngine, emptied, until
 from tests.tagged import hashes_of, prompt
 
@@ -227,6 +228,38 @@ async def test_writes_wait_for_storage_and_are_bounded(rig: Rig) -> None:
     await controller.backup(Backup(engine.prompt(TOKENS), placements))
     engine.forget(placements)
     assert controller.counters.storage_write_dropped_queue_full_pages == ALL
+    assert await engine.load_and_check(TOKENS) == 10
+
+
+class TellingTier(ScriptedTier):
+    """Says what is wrong, if told to."""
+
+    told = ""
+
+    @property
+    def problem(self) -> str:
+        return self.told
+
+
+async def test_what_was_given_up_is_written_when_it_is_asked_for_again(rig: Rig) -> None:
+    """A hole closes while the page is at hand, and not before the tier is well: it would only be refused."""
+    controller = await rig.controller(settings=ControllerSettings(write_attempts=1))
+    tier = TellingTier(rig._slabs[controller])
+    controller.storage.attach(tier, TierPolicy())
+    engine = TaggedEngine(controller)
+    tier.be(Mood.FAILING)
+    await engine.backup(TOKENS, engine.all_pages(TOKENS))
+    await until(lambda: controller.counters.storage_write_dropped_failed_pages == ALL)
+    tier.be(Mood.SOUND)
+    tier.told = "full"
+    await engine.prefetch(TOKENS)
+    assert await controller.storage.drained(5.0)
+    assert not tier.objects
+    tier.told = ""
+    await engine.prefetch(TOKENS)
+    await until(lambda: len(tier.objects) == ALL)
+    await emptied(controller)
+    assert (await engine.prefetch(TOKENS)).boundary == 10
     assert await engine.load_and_check(TOKENS) == 10
 
 
