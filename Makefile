@@ -17,6 +17,7 @@ install: $(READY)  ## the virtual environment with everything that demo and test
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "HiCache needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "No venv: apt-get install python3-venv"; exit 1; }
+	@echo "Installing packages into $(VENV), once: PyTorch first, then the others ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)

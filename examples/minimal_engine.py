@@ -21,7 +21,8 @@ layout = Layout(
 )
 region = SharedRegion(SLOTS * KV)  # L1: this process computes in it, the daemon copies from and to it
 kv = region.array(np.uint8, (SLOTS, KV))
-client = Client(sys.argv[1], engine_id=f"demo:{os.getpid()}", model="m", layout=layout, regions=[region])
+address = sys.argv[1] if len(sys.argv) > 1 else "unix:/run/hicache/hicache.sock"
+client = Client(address, engine_id=f"demo:{os.getpid()}", model="m", layout=layout, regions=[region])
 cache = UnifiedRadixCache(layout, model="m", client=client, lookup_timeout_s=1.0)
 
 

@@ -80,8 +80,14 @@ class FileBackend(StorageBackend):
         return [self._delete_one(key) for key in keys]
 
     def usage(self) -> Usage:
+        """The capacity told is what the disk really leaves, where that is less than what was configured."""
         with self._mutex:
-            return Usage(self._ledger.n_objects, self._ledger.used_bytes, self._ledger.capacity_bytes)
+            used_bytes, capacity_bytes = self._ledger.used_bytes, self._ledger.capacity_bytes
+            n_objects = self._ledger.n_objects
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(self._root)
+            capacity_bytes = min(capacity_bytes, used_bytes + disk.f_bavail * disk.f_frsize)
+        return Usage(n_objects, used_bytes, capacity_bytes)
 
     def ping(self) -> None:
         try:

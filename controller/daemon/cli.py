@@ -51,6 +51,7 @@ _config_option = click.option(
 )
 
 
+@click.version_option(package_name="hicache", message="%(version)s")
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 def main() -> None:
     """HiCache keeps LLM inference state in GPU memory, host memory and storage.
@@ -114,7 +115,13 @@ def status(address: str, timeout_s: float, as_json: bool) -> None:
 @main.command()
 @with_address
 @click.option(
-    "--every", "every_s", default=1.0, show_default=True, metavar="SECONDS", help="Time between looks."
+    "--every",
+    "every_s",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between looks.",
 )
 @click.option("--looks", default=0, metavar="N", help="Stop after so many; 0 goes on until Ctrl-C.")
 def top(address: str, timeout_s: float, every_s: float, looks: int) -> None:

@@ -47,11 +47,11 @@ def attach_storage(
 
 @click.command("update-storage")
 @with_address
-@click.option("--read/--no-read", default=True, help="Whether frames are looked for there.")
-@click.option("--write/--no-write", default=True, help="Whether frames are written there.")
+@click.option("--read/--no-read", required=True, default=None, help="Whether frames are looked for there.")
+@click.option("--write/--no-write", required=True, default=None, help="Whether frames are written there.")
 @click.argument("name")
 def update_storage(address: str, timeout_s: float, read: bool, write: bool, name: str) -> None:
-    """Say what the storage tier NAME is used for from now on."""
+    """Say what the storage tier NAME is used for from now on: both, so that nothing is guessed."""
     from controller.daemon.remote import RemoteDaemon
     from proto.v1 import hicache_pb2 as pb
 

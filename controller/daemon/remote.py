@@ -108,6 +108,16 @@ class RemoteDaemon:
     ) -> None:
         self.close()
 
+    def _forbidden(self) -> bool:
+        """Whether there is a socket that this user may not use."""
+        path = os.path.expanduser(self._address)
+        try:
+            return "/" in path and not os.access(path, os.W_OK) and bool(os.stat(path))
+        except PermissionError:
+            return True
+        except OSError:
+            return False
+
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
@@ -115,6 +125,10 @@ class RemoteDaemon:
         except grpc.RpcError as error:
             code, text = error.code(), error.details()
             if code is grpc.StatusCode.UNAVAILABLE and "not ready" not in (text or ""):
+                if self._forbidden():
+                    raise DaemonAway(
+                        f"{self._address}: permission denied; run as the user that the daemon runs as"
+                    ) from error
                 raise DaemonAway(
                     f"no daemon answers at {self._address}; start one with `hicache serve`, "
                     "or name its address with --address"

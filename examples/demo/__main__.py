@@ -41,6 +41,7 @@ class _Watch:
         total = plan.rounds(configuration) * plan.sizes.clients
         self._progress, self._page_size = progress, plan.shape.page_size
         self._bar = progress.add_task(configuration.value, total=total, shown="")
+        self._name, self._per_round, self._n_served = configuration.value, plan.sizes.clients, 0
         self._prompts = self._hits = 0
 
     def served(self, served: Served) -> None:
@@ -50,6 +51,10 @@ class _Watch:
             f"{self._hits / self._prompts:6.1%} hit, first token after {1000 * served.first_token_s:.0f} ms"
         )
         self._progress.update(self._bar, advance=1, shown=shown)
+        self._n_served += 1
+        if not self._progress.console.is_terminal and self._n_served % self._per_round == 0:
+            round_number = self._n_served // self._per_round
+            self._progress.console.print(f"{self._name}: round {round_number}: {shown}", highlight=False)
 
 
 def play_all(plan: Plan, script: Script, directory: Path, console: Console) -> list[Run]:
@@ -115,7 +120,8 @@ def demonstrate(plan: Plan, out: Path, console: Console) -> int:
     console.print(
         f"[bold green]All checks passed[/] in {wall_s:.0f} s: answers and logits of all {n_requests} "
         "requests are those of the run without a cache, each prefill computed exactly what the "
-        "joint boundary left, with L3 every boundary is that of a cache that never forgets, nothing leaked.",
+        "joint boundary left, with L3 every boundary is that of a cache that never forgets, nothing leaked. "
+        "Runs without a cache and with L1 alone were played side by side, one core each; the others alone.",
         highlight=False,
     )
     return 0
