@@ -261,6 +261,15 @@ def test_on_a_full_disk_the_least_recently_used_make_room(
     assert usage.used_bytes == usage.n_objects * 200_000 <= 1 << 20
 
 
+def test_the_capacity_told_is_what_the_disk_leaves(small_disk: Path) -> None:
+    """A disk smaller than `capacity_bytes` shows in usage, before it is full."""
+    disk_bytes = shutil.disk_usage(small_disk).total
+    with FileBackend(FileSpec(path=str(small_disk / "o"), capacity_bytes=8 * disk_bytes)) as backend:
+        bench = Bench(backend)
+        bench.write("a", "b")
+        assert 0 < backend.usage().used_bytes < backend.usage().capacity_bytes <= disk_bytes
+
+
 def test_a_full_disk_is_full_with_the_remedy_and_nothing_is_left_behind(
     small_disk: Path, opened: Callable[..., Bench]
 ) -> None:
