@@ -77,6 +77,12 @@ def play_all(plan: Plan, script: Script, directory: Path, console: Console) -> l
     return runs
 
 
+def lost_before_stored(run: Run) -> int:
+    """Frames that host memory had to give up before storage, on a busy machine, had taken them: then no
+    cache of this size can reach the ceiling."""
+    return sum(counts.get("storage_write_skipped_pages", 0) for counts in run.daemons)
+
+
 def failed_checks(runs: Sequence[Run], plan: Plan, expected: dict[str, Ceiling]) -> list[str]:
     """Everything that is not as it must be."""
     without, *cached = runs
@@ -86,7 +92,8 @@ def failed_checks(runs: Sequence[Run], plan: Plan, expected: dict[str, Ceiling])
     for run in cached:
         problems += checks.same_answers(run.name, run.rounds, without.rounds)
     largest = cached[-1]
-    problems += checks.reached_the_ceiling(largest.name, largest.rounds, expected)
+    if not lost_before_stored(largest):
+        problems += checks.reached_the_ceiling(largest.name, largest.rounds, expected)
     problems += checks.each_tier_helps([(run.name, run.rounds) for run in runs], plan.sizes.rounds)
     problems += checks.came_from_storage(largest.name, largest.rounds[plan.sizes.rounds :])
     return problems
@@ -116,11 +123,18 @@ def demonstrate(plan: Plan, out: Path, console: Console) -> int:
         for problem in problems[:20]:
             console.print(f"  {problem}", highlight=False, markup=False)
         return 1
+    if lost := lost_before_stored(runs[-1]):
+        console.print(
+            f"[bold yellow]This machine was too busy for one check:[/] {lost} frames left L2 before L3 had "
+            "taken them, so boundaries were not compared with a cache that never forgets.",
+            highlight=False,
+        )
+    ceiling = "" if lost else "with L3 every boundary is that of a cache that never forgets, "
     n_requests, wall_s = len(checks.records_of(runs[-1].rounds)), time.perf_counter() - started
     console.print(
         f"[bold green]All checks passed[/] in {wall_s:.0f} s: answers and logits of all {n_requests} "
         "requests are those of the run without a cache, each prefill computed exactly what the "
-        "joint boundary left, with L3 every boundary is that of a cache that never forgets, nothing leaked. "
+        f"joint boundary left, {ceiling}nothing leaked. "
         "Runs without a cache and with L1 alone were played side by side, one core each; the others alone.",
         highlight=False,
     )
