@@ -45,7 +45,7 @@ def test_a_machine_that_is_too_small_says_so_at_once() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises((MemoryError, OSError)):
         SharedRegion(1 << 60)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_views_outlive_close_and_the_region_does_not() -> None:

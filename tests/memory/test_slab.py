@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ def slab() -> Iterator[HostSlab]:
 
 
 def open_files() -> int:
+    gc.collect()  # what other tests left to it
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -99,7 +101,8 @@ def test_a_closed_slab_leaves_no_descriptor_and_no_mapping() -> None:
         slab.arena(1000).alloc(3)
         slab.close()
         slab.close()
-    assert (open_files(), slab_mappings()) == (files, mappings)
+    assert open_files() <= files
+    assert slab_mappings() == mappings
 
 
 def test_a_slab_that_could_not_be_made_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +114,7 @@ def test_a_slab_that_could_not_be_made_leaves_no_descriptor(monkeypatch: pytest.
     monkeypatch.setattr(mmap, "mmap", fail)
     with pytest.raises(OSError, match="no room"):
         HostSlab(MIB)
-    assert open_files() == files
+    assert open_files() <= files
 
 
 def test_a_frame_larger_than_the_slab_is_refused_with_the_sizes(slab: HostSlab) -> None:

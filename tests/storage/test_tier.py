@@ -494,7 +494,7 @@ async def test_strict_start_raises_what_is_wrong_and_leaves_nothing(slab: Slab, 
     with pytest.raises(StorageError, match=f"{tmp_path}/file.*choose another `path`"):
         await tier.start(strict=True)
     assert children() == []
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 async def test_a_backend_that_cannot_be_opened_now_is_tried_again_until_it_can(
@@ -543,7 +543,7 @@ async def test_a_worker_that_cannot_be_spawned_is_a_problem(
     monkeypatch.undo()
     await eventually(lambda: tier.healthy)
     assert await tier.stop()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 async def test_a_mistake_of_the_supervision_itself_shows_in_health(
@@ -633,7 +633,7 @@ async def test_many_lives_leak_no_descriptor_and_no_process(slab: Slab) -> None:
         assert await all_ok(tier, slab, f"k{turn}")
         assert await tier.stop()
         assert children() == []
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
 
 
 # other loops
