@@ -40,12 +40,8 @@ services:  ## the servers that tests of storage use, where they are missing and 
 demo: $(READY)  ## a hybrid model served with L1, L1+L2, L1+L2+L3, and a restart: about three minutes
 	$(BIN)/python -m examples.demo
 
-# Some tests kill and freeze real processes; on a machine that others use, one may miss a deadline. What failed is
-# run once more by itself, after all of it has been shown.
 test: $(READY) libraries services  ## all tests, linters and type checks included
-	$(BIN)/python -m pytest || { \
-	    echo "== What failed, once more by itself:"; \
-	    $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
+	$(BIN)/python -m pytest
 
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
