@@ -139,7 +139,7 @@ class Writing:
         went. What the host refuses, and all while it cannot be asked, goes without."""
         deadline = time.monotonic() + self.rules.wait_s
         freed = self._sweep(component, pages)
-        while freed < pages and self._backups.wait_for_one(deadline):  # what has settled counts, however late
+        while freed < pages and time.monotonic() < deadline and self._backups.wait_for_one(deadline):
             freed += self._sweep(component, pages - freed)
         if freed < pages and not self._backups.ready:
             freed += self._sweep(component, pages - freed)

@@ -169,15 +169,6 @@ def test_an_inner_checkpoint_is_copied_down_before_it_goes(room: int, boundary: 
     assert engine.cache.counters.dropped_refused_pages == dropped
 
 
-def test_a_backup_that_has_settled_counts_though_the_time_to_wait_is_over() -> None:
-    """A stall of the engine's own thread must not throw away what is done already."""
-    engine = Engine(policy=BACK, full=32, mamba=2, rules=WriteRules(wait_s=0.0))
-    engine.serve(tokens_of(1, 2, 3, 4))
-    engine.serve(tokens_of(1, 2, 3, 4, 5, 6, 7, 8))
-    engine.serve(tokens_of(21, 22))
-    assert boundary_of(engine, 1, 2, 3, 4, 99) == 4
-
-
 def test_what_the_host_has_no_room_for_is_dropped_and_never_shown_as_a_hit() -> None:
     """WRITE-03: counted once a page, tried once, and the slots are free."""
     engine = Engine(policy=BACK, full=4)
